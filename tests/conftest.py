@@ -50,6 +50,13 @@ def patch_language_once() -> None:
 
 
 patch_language_once()
+if os.environ.get("EMULATE_CUDA"):
+    # Tests marked `cuda` then run on a device that the CPU plays (tests/emulated_cuda), as one of this capability: 9.0.
+    import emulated_cuda
+
+    major, minor = map(int, os.environ["EMULATE_CUDA"].split("."))
+    played = emulated_cuda.installed((major, minor))
+    played.__enter__()
 
 
 TOGETHER = {

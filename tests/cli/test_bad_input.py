@@ -101,6 +101,30 @@ def test_small_budgets(refused) -> None:
     assert "run.score_token_budget: 11 tokens" in message
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["run.shard=full"], "run.shard: full has no effect on one device"),
+        (["run.shard_devices=3"], "run.shard_devices: is 3, which has no effect on one device"),
+        (["run.prefetch=2"], "run.prefetch: is 2, which has no effect on one device"),
+        (["run.devices=999"], "run.devices: is 999, but this machine has"),
+        (["run.rollout.kv_memory=4KiB"], "run.rollout.kv_memory: 4,096 bytes cannot hold one sequence of"),
+    ],
+)
+def test_what_the_plan_refuses_is_told_by_plan_dry_run_and_train(refused, overrides: list[str], message: str) -> None:
+    """Before weights are loaded."""
+    assert message in refused("--dry-run", *overrides)
+    assert message in refused(*overrides)
+    assert message in refused(*overrides, command="plan")
+
+
+def test_memory_that_no_setting_fits_is_refused_in_a_dry_run_too(refused) -> None:
+    for arguments in (["--dry-run"], []):
+        assert "does not fit, even with all automatic settings at their minimum" in refused(
+            "run.memory=64MiB", *arguments
+        )
+
+
 def test_small_cache(refused) -> None:
     """Found once the model's layers are known, and still before the run folder is written."""
     message = refused("run.rollout.kv_memory=4KiB")

@@ -77,6 +77,7 @@ def test_dry_run_checks_prints_and_makes_nothing(trimtab: Trimtab, here: Path) -
     as_json = trimtab("train", "--dry-run", "--json").json
     assert as_json["ok"] is True and as_json["longest_prompt_tokens"] == 6
     assert (as_json["first_prompt"], as_json["stop_token_ids"], as_json["warnings"]) == ("0+0=", [2], [])
+    assert "plan: at most" in outcome.out and as_json["plan"]["devices"] == 1 and as_json["plan"]["peak_gib"] > 0
     assert 'prompt: "0+0="' in outcome.out and 'stops at: "<eos>" (2)' in outcome.out
 
 

@@ -49,6 +49,7 @@ def test_a_dry_run_writes_nothing(config: Path) -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     assert found.pop("first_example").endswith("<eos>") and found.pop("last_tokens")[-1] == '"<eos>" (2)'
     assert (found.pop("stop_token_ids"), found.pop("stop"), found.pop("warnings")) == ([2], [], [])
+    assert found.pop("plan")["devices"] == 1
     assert found | {"run_dir": ""} == {
         "ok": True, "run_dir": "", "train_rows": 25, "eval_rows": 25, "longest_tokens": 6, "steps": 4,
     }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -17,6 +18,7 @@ from tests.running import wait_for
 from trimtab.base.errors import ConfigError, TrainingError
 from trimtab.cluster import ranks
 from trimtab.cluster.ranks import RankLost
+from trimtab.model.versions import collective_trace
 from trimtab.record.checkpoint import load_state, newest_checkpoint
 from trimtab.run import restarts, same_ranks
 from trimtab.run.rank import Rank
@@ -108,6 +110,9 @@ def test_a_rank_that_hangs_is_found_and_writes_its_stacks(run, whole, tmp_path, 
     assert weights(found.folder) == weights(whole.folder)
     assert "rank 1 is lost: no progress for 2 s" in capsys.readouterr().out
     assert "in hang" in (found.folder / "ranks/rank-1.log").read_text()
+    if collective_trace("gloo") is not None:
+        begun = [json.loads((found.folder / f"ranks/rank-{rank}.json").read_text())["entries"] for rank in (0, 1)]
+        assert len(begun[0]) > len(begun[1]) > 0, "the other rank waits in a collective that this one has not begun"
 
 
 def test_a_rank_that_cannot_start_ends_the_run_at_once(run, monkeypatch, tmp_path) -> None:

@@ -25,7 +25,7 @@ RUN = ResolvedRun(
     devices=1,
     cluster="local",
     shard="none",
-    shard_devices=1, prefetch=1, overlap=False, placement="colocated",
+    shard_devices=1, sequence_parallel=1, tensor_parallel=1, prefetch=1, overlap=False, placement="colocated",
     device="cpu", threads=1, engine="native", kernels="plain", token_budget=99, score_token_budget=98, logprob_chunk=7,
     checkpoint_activations="some", reward_workers=2, rollout=ROLLOUT,
     offload=ResolvedOffload(optimizer=True, reference=False, activations=False),

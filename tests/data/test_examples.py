@@ -156,6 +156,12 @@ def test_messages_after_the_last_answer_are_left_out() -> None:
         ({"messages": [{"role": "user"}]}, CHAT, "message 1 must have a string"),
         ({"messages": [{"text": "a"}]}, CHAT, "message 1 must be {role"),
         ({"messages": TALK[:1]}, CHAT, "no message with the role assistant"),
+        ({"text": "a", "image": b"x"}, None, "column 'image' holds an image"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            CHAT,
+            "column 'messages': message 1 holds an image",
+        ),
         ({"text": ""}, None, "must be text"),
         ({"text": "a\ud83d"}, None, "column 'text' holds an unpaired surrogate"),
         ({"prompt": "a", "completion": "a\ud83d"}, None, "column 'completion' holds an unpaired surrogate"),

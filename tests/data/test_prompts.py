@@ -140,6 +140,11 @@ def test_missing_column(data: Make, plain: Tokenizer) -> None:
         ([USER, {"content": "x"}], "message 2 must be"),
         ([{"role": "user"}], "message 1 (role user) must have a string as its content, but has None"),
         ([{"role": "user", "content": [{"type": "text"}]}], "must have a string as its content"),
+        (
+            [{"role": "user", "content": [{"type": "image"}]}],
+            "message 1 (role user) holds an image. Trimtab trains on text alone",
+        ),
+        ([{"role": "user", "content": [{"type": "text"}, {"type": "video_url"}]}], "holds a video"),
         ("\ud83d half", "unpaired surrogate ('\\ud83d')"),
         ([{"role": "user", "content": "é\udc00"}], "unpaired surrogate"),
     ],
@@ -149,6 +154,16 @@ def test_wrong_prompts_name_their_row(data: Make, chat: Tokenizer, content: Any,
     message = refused([{"prompt": good}, {"prompt": content}], data(), chat)
     assert "train.jsonl, row 2 (from 1), column 'prompt'" in message
     assert words in message
+
+
+@pytest.mark.parametrize(
+    ("column", "held", "words"),
+    [("images", [b""], "an image"), ("audio", "a.wav", "audio"), ("video", {"path": "x"}, "a video")],
+)
+def test_rows_with_images_are_refused(data: Make, plain: Tokenizer, column: str, held: Any, words: str) -> None:
+    message = refused([{"prompt": "a"}, {"prompt": "b", column: held}], data(), plain)
+    assert f"train.jsonl, row 2 (from 1), column {column!r} holds {words}. Trimtab trains on text alone" in message
+    assert build([{"prompt": "a", "image": None, "images": []}], data(), plain).prompts
 
 
 def test_assistant_message_with_tool_calls_may_have_no_content(data: Make, chat: Tokenizer) -> None:

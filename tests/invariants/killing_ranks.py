@@ -17,22 +17,34 @@ from typing import Any
 from tests.forked_ranks import fork_ranks, this_rank
 from tests.invariants.killing import append, attempt, die, end, leaked, watch_phases
 
-Victim = int | None
-"""A rank, or None: the driver."""
+Victim = int | str | None
+"""A rank that trains the policy, one of other roles such as `critic 0`, or None: the driver."""
+WORK = ("generate before", "score before", "accumulate before", "score_rewards before")
+"""What ranks do once a run is open."""
 
 
-def watch_orders(arrive: Callable[[int, str, str], None]) -> None:
+def victim_of(target: Any) -> Victim:
+    from trimtab.run.role_rank import RoleRank
+    from trimtab.run.sampler_rank import SamplerRank
+
+    if isinstance(target, SamplerRank):
+        return f"rollout {target._rank}"
+    rank = this_rank()
+    assert rank is not None
+    return f"{target.roles[0]} {rank}" if isinstance(target, RoleRank) else rank
+
+
+def watch_orders(arrive: Callable[[Victim, str, str], None]) -> None:
     """Have ranks say whenever they are about to carry out an order, and when they have, before they answer."""
     from trimtab.cluster import serve
 
     original = serve.carry_out
 
     def carry_out(link: Any, target: Any, order: Any) -> Any:
-        rank = this_rank()
-        assert rank is not None
-        arrive(rank, order.method, "before")
+        victim = victim_of(target)
+        arrive(victim, order.method, "before")
         answer = original(link, target, order)
-        arrive(rank, order.method, "after")
+        arrive(victim, order.method, "after")
         return answer
 
     serve.carry_out = carry_out
@@ -54,7 +66,8 @@ def die_as_planned(kills: list[tuple[Victim, int]], done: Path) -> None:
         places[victim] = places.get(victim, 0) + 1
         so_far = len(done.read_text().splitlines()) if done.exists() else 0
         if so_far < len(kills) and kills[so_far][0] == victim and places[victim] >= kills[so_far][1]:
-            append(done, f"{'driver' if victim is None else f'rank {victim}'}: {place}")
+            name = "driver" if victim is None else victim if isinstance(victim, str) else f"rank {victim}"
+            append(done, f"{name}: {place}")
             die()
 
     watch_orders(lambda rank, method, when: arrive(rank, f"{method} {when}"))
@@ -70,11 +83,21 @@ def life(name: str, config: dict[str, Any], kills: list[tuple[Victim, int]], fol
     return {"name": name, "kills": done.read_text().splitlines() if done.exists() else []}
 
 
-def random_plans(draw: random.Random, ranks: int) -> Iterator[list[tuple[Victim, float]]]:
+def victim_named(stem: str) -> Victim:
+    """Whose places a file holds."""
+    name = stem.removeprefix("places-")
+    return None if name == "None" else int(name) if name.isdigit() else name
+
+
+def first_work(places: list[str]) -> int:
+    return next(number for number, place in enumerate(places, 1) if place in WORK)
+
+
+def random_plans(draw: random.Random, ranks: list[Victim]) -> Iterator[list[tuple[Victim, float]]]:
     """Who dies, and after which share of an undisturbed run's places. Three losses of ranks are survived between two of the
     driver; shares are small enough that most lives see all of their deaths."""
     while True:
-        victims: list[Victim] = [*(draw.randrange(ranks) for _ in range(2)), None, draw.randrange(ranks)]
+        victims: list[Victim] = [*draw.choices(ranks, k=2), None, draw.choice(ranks)]
         yield [(victim, draw.uniform(0.02, 0.6)) for victim in victims]
 
 
@@ -83,12 +106,13 @@ def main(spec_file: Path) -> None:
 
     torch.set_num_threads(1)
     import trimtab.api
-    import trimtab.run.rank  # noqa: F401 - imports are what forking saves
+    import trimtab.run.rank
+    import trimtab.run.role_rank
+    import trimtab.run.sampler_rank  # noqa: F401 - imports are what forking saves
     from trimtab.observe import look_back
 
     look_back.draw_curve = lambda folder, console: None
     spec, folder = json.loads(spec_file.read_text()), spec_file.parent
-    ranks = spec["config"]["run"]["devices"]
 
     def config_of(name: str) -> dict[str, Any]:
         return {**spec["config"], "observe": {**spec["config"]["observe"], "dir": str(folder / name)}}
@@ -98,14 +122,15 @@ def main(spec_file: Path) -> None:
         count_places(folder)
 
     assert end(attempt(config_of("whole"), folder / "log.txt", undisturbed))
-    seen = {victim: (folder / f"places-{victim}.txt").read_text().splitlines() for victim in (None, *range(ranks))}
+    seen = {victim_named(file.stem): file.read_text().splitlines() for file in sorted(folder.glob("places-*.txt"))}
+    ranks = [victim for victim in seen if victim is not None]
     plans = spec["plans"] or random_plans(random.Random(spec["seed"]), ranks)
     lives: list[dict[str, Any]] = []
     for number, plan in enumerate(plans):
-        # A run whose ranks are lost while it is first opened ends: the first is killed later.
-        first = seen[0].index("generate before") + 1
+        # A run whose ranks are lost while it is first opened ends: they are killed later.
         kills = [
-            (victim, max(int(share * len(seen[victim])), 0 if at else first)) for at, (victim, share) in enumerate(plan)
+            (victim, max(int(share * len(seen[victim])), 0 if victim is None else first_work(seen[victim])))
+            for victim, share in plan
         ]
         lives.append(life(f"life-{number}", config_of(f"life-{number}"), kills, folder))
         if sum(len(found["kills"]) for found in lives) >= spec["kills"]:

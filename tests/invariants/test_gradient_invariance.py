@@ -25,6 +25,8 @@ CASES: dict[str, list[Any]] = {
     "wait_for_hosts": [0],
     "shard": ["auto"],
     "shard_devices": ["auto"],
+    "sequence_parallel": ["auto", 1],  # test_sequence_parallel.py
+    "tensor_parallel": ["auto", 1],  # more is refused
     "prefetch": ["auto"],
     "overlap": ["auto", False],
     "placement": ["auto", "colocated"],  # rollout on devices of its own: tests/cluster/test_split.py

@@ -19,10 +19,17 @@ pytestmark = pytest.mark.timeout(1800)
 DRIVER = "tests.invariants.killing_ranks"
 ROOT = Path(__file__).parents[2]
 STEPS = 3
-NOT_LEARNED = (*NOT_LEARNING, "run/rank_restarts", "run/communication")
+NOT_LEARNED = (*NOT_LEARNING, "run/rank_restarts", "run/communication", "publish/seconds")
 
 
-def kill(folder: Path, model: Path, kills: int, plans: list[Any] | None = None, **run: Any) -> list[dict[str, Any]]:
+def kill(
+    folder: Path,
+    model: Path,
+    kills: int,
+    plans: list[Any] | None = None,
+    learn: dict[str, Any] | None = None,
+    **run: Any,
+) -> list[dict[str, Any]]:
     """Runs in `folder`: `whole`, and those that were killed on their way, as planned or at random."""
     (folder / "rewards.py").write_text(REWARD)
     config = {
@@ -37,6 +44,7 @@ def kill(folder: Path, model: Path, kills: int, plans: list[Any] | None = None, 
             "max_new_tokens": 6,
             "lr": 1e-2,
             "kl": {"coef": 0.05, "target": 0.01, "horizon": 100},
+            **(learn or {}),
         },
         "run": {"device": "cpu", "threads": 1, "reward_workers": 1, **run},
         "observe": {"checkpoint_every": 1, "keep_checkpoints": 1, "tensorboard": False},
@@ -63,7 +71,7 @@ def assert_same_run(folder: Path, life: dict[str, Any]) -> None:
     run, whole = folder / life["name"], folder / "whole"
     files = [f"final/{path.name}" for path in (whole / "final").glob("*.safetensors")]
     files += [str(path.relative_to(whole)) for path in (whole / f"checkpoints/step-{STEPS}").glob("*.safetensors")]
-    assert len(files) >= 5, "weights, and weights and state of at least two ranks"
+    assert len(files) >= 4, "weights, and weights and state of at least two ranks or models"
     for file in files:
         assert (run / file).read_bytes() == (whole / file).read_bytes(), (life, file)
     assert learned(run) == learned(whole), life
@@ -92,3 +100,39 @@ def test_twenty_kills(tmp_path: Path, model_folder: Path, ranks: int, shard: str
     places = [place for life in lives for place in life["kills"]]
     assert len(places) >= 20
     assert len(set(places)) >= 10, sorted(set(places))
+
+
+ROLES = {"actor": 1, "critic": 1, "reference": 1, "rollout": 1}
+PPO = {"algorithm": "ppo", "critic": {"lr": 1e-2}, "staleness": 1}
+
+
+def assert_counts_add_up(folder: Path, life: dict[str, Any]) -> None:
+    """Law 9 over all of a life: each step once, and every sample of it trained on or dropped."""
+    rows = [row for row in read_metrics(folder / life["name"]) if "run/samples" in row]
+    assert [row["step"] for row in rows] == [*range(1, STEPS + 1)]
+    assert all(row["run/samples"] == 4 * 3 for row in rows), life
+    dropped = [name for name in rows[0] if name.startswith("run/dropped")]
+    assert all(
+        row["run/samples_trained"] + sum(row.get(name, 0.0) for name in dropped) == row["run/samples"] for row in rows
+    )
+
+
+def test_a_kill_of_every_role(tmp_path: Path, model_folder: Path) -> None:
+    """Rollout and learning go on side by side, the critic learns beside the policy."""
+    plan = [("critic 0", 0.5), ("rollout 0", 0.35), (None, 0.3), ("reference 0", 0.15), (0, 0.15)]
+    lives = kill(tmp_path, model_folder, 5, [plan], PPO, placement=ROLES)
+    for life in lives:
+        assert_same_run(tmp_path, life)
+        assert_counts_add_up(tmp_path, life)
+    victims = [place.partition(":")[0] for life in lives for place in life["kills"]]
+    assert victims == ["critic 0", "rollout 0", "driver", "reference 0", "rank 0"]
+
+
+@pytest.mark.slow
+def test_thirty_kills_of_any_role(tmp_path: Path, model_folder: Path) -> None:
+    roles = {"actor": 2, "critic": 1, "reference": "critic", "rollout": 2}
+    lives = kill(tmp_path, model_folder, 30, None, PPO, placement=roles)
+    for life in lives:
+        assert_same_run(tmp_path, life)
+        assert_counts_add_up(tmp_path, life)
+    assert len({place.partition(":")[0] for life in lives for place in life["kills"]}) == 6

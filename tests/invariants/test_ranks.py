@@ -57,10 +57,14 @@ class Case(NamedTuple):
     offload: bool = False
     token_budget: int | str = "auto"
     overlap: bool | str = "auto"
+    sequence: Any = "auto"
+    """Ranks that share each micro-batch."""
+    kv_heads: int = 2
 
     @property
     def alone(self) -> Case:
-        return self._replace(devices=1, shard="auto", shard_devices="auto", token_budget="auto", overlap="auto")
+        alone = self._replace(devices=1, shard="auto", shard_devices="auto", token_budget="auto", overlap="auto")
+        return alone._replace(sequence="auto")
 
     @property
     def tolerance(self) -> float:
@@ -133,7 +137,7 @@ def run(case: Case, model: Path, folder: Path, steps: int = 3, **learn: Any) -> 
         "data": [{"prompt": word} for word in WORDS] if rl else PAIRS,
         "learn": {"steps": steps, "lr": 1e-2, **settings, "optimizer": optimizer, **learn},
         "run": {
-            "device": "cpu", "token_budget": case.token_budget, "overlap": case.overlap,
+            "device": "cpu", "token_budget": case.token_budget, "overlap": case.overlap, "sequence_parallel": case.sequence,
             "offload": {"optimizer": case.offload}, **devices,
         },
         "observe": {"checkpoint_every": 0, **({"samples_every": 1} if rl else {})},

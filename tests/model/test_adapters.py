@@ -91,12 +91,13 @@ def test_an_exported_model_has_them_merged_in(architecture: str, tmp_path) -> No
     assert hasattr(policy.model.get_base_model().model.layers[0].self_attn.o_proj, "lora_A")  # training can go on
 
 
-def test_adapters_on_experts_are_refused_before_anything_is_trained() -> None:
-    """They could be trained, and then not be merged."""
-    mixture = tiny_model("mixtral").config
-    with pytest.raises(ConfigError, match="would add adapters to the experts"):
-        refuse_unknown_targets(Lora(r=2), mixture, False)
-    refuse_unknown_targets(Lora(r=2, targets=["q_proj", "v_proj"]), mixture, False)
+def test_a_mixtures_stacked_weights_are_targets() -> None:
+    """And linear layers whose names PEFT takes for experts' are none."""
+    mixture = tiny_model("deepseek_v2").config
+    for targets in ("all-linear", ["q_proj", "down_proj"], ["experts.gate_up_proj"]):
+        refuse_unknown_targets(Lora(r=2, targets=targets), mixture, False)
+    with pytest.raises(ConfigError, match=r"no linear layer up_proj\. Choose from: down_proj, gate_up_proj, kv_a_proj"):
+        refuse_unknown_targets(Lora(r=2, targets=["up_proj"]), mixture, False)
     refuse_unknown_targets(Lora(r=2), tiny_model("llama").config, False)
 
 

@@ -76,6 +76,7 @@ def test_gradient_equals_the_models_own(architecture: str) -> None:
         pytest.param("qwen3", marks=pytest.mark.slow),
         "gemma2",
         "adapters",
+        "qwen3_moe",
     ],
 )
 def test_what_is_kept_changes_memory_and_nothing_else(architecture: str) -> None:

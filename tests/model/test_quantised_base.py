@@ -19,10 +19,10 @@ from trimtab.base.errors import ConfigError
 from trimtab.config.load import config_from_dict
 from trimtab.config.schema import Model
 from trimtab.model.adapters import add_adapters, merged_state
+from trimtab.model.codes import QuantisedLinear, parameter_elements, quantise_layers, quantised_names
 from trimtab.model.load import load_model, save_model
 from trimtab.model.packed import PackedPlan
 from trimtab.model.policy import Policy
-from trimtab.model.quantised import QuantisedLinear, parameter_elements, quantise_layers, quantised_names
 from trimtab.plan.quantised import weight_bytes
 from trimtab.plan.work import Lengths, Models, job_of
 from trimtab.run import loop
@@ -186,7 +186,7 @@ def test_a_run_in_two_sittings_ends_with_the_same_adapters(tmp_path: Path, base:
     """A checkpoint holds adapters alone: the base is put into the same codes again."""
     folder = folder_of(tmp_path)
     usual = {
-        "model": {"path": str(folder), "base": base, "lora": {"r": 3}}, "train": [{"prompt": word} for word in WORDS],
+        "model": {"path": str(folder), "base": base, "lora": {"r": 3}}, "data": [{"prompt": word} for word in WORDS],
         "reward": letters, "learn": {"prompts_per_step": 3, "samples_per_prompt": 3, "max_new_tokens": 6, "lr": 1e-2},
         "run": {"device": "cpu"}, "observe": {"checkpoint_every": 1},
     }  # fmt: skip

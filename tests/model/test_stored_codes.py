@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from trimtab.base.errors import ModelError
 from trimtab.config.schema import Model
+from trimtab.model.codes import NF4, QuantisedLinear, codes_of, quantised
 from trimtab.model.load import load_config, load_model, save_model
-from trimtab.model.quantised import NF4, QuantisedLinear, codes_of, quantised
 from trimtab.plan.source import stored_codes
 
 CPU = torch.device("cpu")

@@ -96,11 +96,20 @@ def test_a_run_refuses_what_it_cannot_carry_out() -> None:
     for asked, words in (
         ("split", "does not say how many devices generate"),
         ({"actor": 4}, "puts all roles on the same devices. Write run.devices: 4 instead"),
-        (BY_HAND, "gives critic devices apart from the actor's, which this version can plan and not run"),
+        (
+            {"actor": 4, "critic": 4, "rollout": "critic"},
+            "puts rollout on the devices of critic, which cannot generate. Write rollout: actor",
+        ),
+        (
+            {"actor": 4, "reference": "rollout", "rollout": 4},
+            "puts reference on the devices of rollout, which only generate. Write reference: actor",
+        ),
     ):
         with pytest.raises(ConfigError, match=words):
             refuse_devices(Run(placement=asked), job, here)
     refuse_devices(Run(placement={"actor": 4, "rollout": 4}), job, here)
+    refuse_devices(Run(placement={"actor": 4, "critic": 4}), job, here)
+    refuse_devices(Run(placement=BY_HAND), PPO_7B, replace(cluster("h100", 48), here=True))
     with pytest.raises(ConfigError, match="needs 48 devices, but the planned machine has 8 devices"):
         refuse_devices(Run(placement=BY_HAND), PPO_7B, cluster("h100", 8))
     refuse_devices(Run(placement="colocated"), job, here)

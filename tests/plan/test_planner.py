@@ -484,8 +484,16 @@ def test_a_run_that_generates_nothing_has_no_cache() -> None:
 
 def test_the_engine_is_told_after_what_it_runs_with() -> None:
     keys = [choice.key for choice in make_plan(Run(), qwen(), h(140)).choices]
-    assert keys[:6] == [
-        *("run.devices", "run.shard", "run.shard_devices", "run.prefetch", "run.overlap", "run.placement"),
+    assert keys[:7] == [
+        *(
+            "run.devices",
+            "run.shard",
+            "run.shard_devices",
+            "run.sequence_parallel",
+            "run.prefetch",
+            "run.overlap",
+            "run.placement",
+        ),
     ]
     at = keys.index("run.engine")
     rollout = [key.startswith("run.rollout.") for key in keys]

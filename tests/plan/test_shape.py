@@ -19,12 +19,7 @@ from trimtab.plan.shape import FAMILIES, read_shape
 from trimtab.plan.source import WELL_KNOWN
 from trimtab.run.shapes import measured_shape, shape_of, shape_of_model
 
-LATENT = {
-    "q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4,
-    "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
-    "num_experts_per_tok": 2,
-}  # fmt: skip
-ALL: dict[str, dict[str, Any]] = {**ARCHITECTURES, "deepseek_v3": LATENT}
+ALL: dict[str, dict[str, Any]] = ARCHITECTURES
 
 
 def test_every_family_is_compared() -> None:
@@ -97,7 +92,12 @@ def test_a_config_that_says_too_little_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "targets"),
-    [(kind, ["k_proj", "down_proj"]) for kind in ("llama", "qwen2", "gemma2")] + [("phi3", ["qkv_proj", "down_proj"])],
+    [(kind, ["k_proj", "down_proj"]) for kind in ("llama", "qwen2", "gemma2")]
+    + [("phi3", ["qkv_proj", "down_proj"])]
+    + [
+        (kind, ["o_proj", "experts.down_proj"])
+        for kind in ("qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "qwen2_moe")
+    ],
 )
 def test_adapters_are_counted_apart(kind: str, targets: list[str]) -> None:
     model = tiny_model(kind)

@@ -23,7 +23,15 @@ FILES = {
     "dies.py": "import os\nos._exit(5)\n",
     "needs.py": "import no_such_library\n",
     "math.py": "def score(completions):\n    return [7.0] * len(completions)\n",
-    "shapes.py": "def one(completions, /):\n    pass\ndef two(completions, scale):\n    pass\nnot_callable = 1\n",
+    "shapes.py": """def one(completions, /):
+    pass
+def two(completions, scale):
+    pass
+not_callable = 1
+class Score:
+    def __call__(self, completions):
+        return [1.0] * len(completions)
+""",
     "pack/__init__.py": "",
     "pack/inner.py": "def score(completions):\n    return [3.0] * len(completions)\n",
 }
@@ -45,6 +53,7 @@ WRONG = {
     "dies.py:score": r"importing the reward functions ended its process: exit status 5",
     "needs.py:score": r"(?s)needs.py\", line 1.*No module named 'no_such_library'",
     "shapes.py:not_callable": r"is int, not a function",
+    "shapes.py:Score": r"Score is a class, not a function. Make an instance in its file, such as score = Score\(\)",
     "shapes.py:one": r"completions cannot be passed by name",
     "object:missing": r"made from Python with a function object 'missing'.*Name a file, or pass the object",
 }

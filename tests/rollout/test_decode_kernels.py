@@ -194,7 +194,9 @@ def _few_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "MAX_SPLITS", 2)
 
 
-FUSABLE = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite"]
+FUSABLE = [
+    "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite", "qwen3_moe", "mixtral", "qwen2_moe",
+]  # fmt: skip
 
 
 def decode_all(policy: Policy, tokens: torch.Tensor, page: int = 4, merge: bool = False) -> torch.Tensor:
@@ -356,7 +358,7 @@ def test_merging_takes_little_memory_beside_the_copy(monkeypatch: pytest.MonkeyP
     [
         ("gpt2", "not tested with the architecture"),
         ("olmo2", "not tested with the architecture"),
-        ("mixtral", "not tested with the architecture"),
+        ("olmoe", "not tested with the architecture"),
     ],
 )
 def test_what_is_not_known_is_not_fused(architecture: str, reason: str) -> None:

@@ -26,13 +26,6 @@ class Problem:
         return f"{line}. {self.fix}" if self.fix else line
 
 
-ADAPTERS_ON_EXPERTS = Problem(
-    "model.lora.targets",
-    "all-linear would add adapters to the experts, and those cannot be merged",
-    "Write the layers instead, such as [q_proj, k_proj, v_proj, o_proj].",
-)
-
-
 class ConfigError(TrimtabError):
     """The configuration cannot be run. Holds every problem found, not only the first, but for `unlisted` more after many."""
 

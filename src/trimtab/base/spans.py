@@ -76,6 +76,12 @@ class SpanLog:
         taken, self._taken = self._taken, Taken()
         return taken
 
+    @property
+    def logged(self) -> int:
+        """Spans since the last `take`: it changes while work goes on."""
+        taken = self._taken
+        return len(taken.spans) + taken.left_out
+
     def forget(self) -> None:
         """Nobody listens any more."""
         self.on, self.progress = False, None

@@ -14,7 +14,9 @@ from trimtab.observe.profiling.request import ProfileRequest, parse_request
 
 OfflineStage = Literal["sft", "reward-model"]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides of its keys, such as learn.lr=1e-5.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check config and data, print the resolved config and exit.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Check config and data, print the resolved config and the plan, and exit.")
+]
 
 
 def stage_command(stage: OfflineStage, help_text: str) -> Callable[..., None]:

@@ -16,7 +16,10 @@ def train(
     overrides: Annotated[list[str] | None, typer.Argument(help="Overrides of its keys, such as learn.lr=1e-6.")] = None,
     resume: Resume = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check config, data and rewards, print the resolved config and exit.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Check config, data and rewards, print the resolved config and the plan, and exit."
+        ),
     ] = False,
     verbose: Verbose = False,
     profile_steps: ProfileSteps = None,

@@ -14,18 +14,20 @@ rank that is a whole step behind; the driver sees ranks that hang (ranks.py), no
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from trimtab.model.versions import abort_process_group, gather_flat, reduce_flat, wait_at_most
+from trimtab.model.sequence_way import AttentionSize
+from trimtab.model.versions import abort_process_group, collective_trace, gather_flat, reduce_flat, wait_at_most
 from trimtab.model.waits import CopyWaits
 from trimtab.update.peers import Pending
 
@@ -36,6 +38,8 @@ STEP_TIMEOUT = timedelta(hours=24)
 """For collectives: one that was begun early waits for the slowest rank's passes, however long a step takes."""
 STORE_TIMEOUT = timedelta(seconds=60)
 LOCALHOST = "127.0.0.1"
+TRACE_KEY = "trimtab-write-traces"
+"""In the store where ranks meet: the driver has found that they hang."""
 
 
 @dataclass(frozen=True)
@@ -64,16 +68,20 @@ class GroupBroken(Exception):
 class Mesh:
     """This rank's view of all of them (update/peers.py)."""
 
-    def __init__(self, meeting: Meeting, shards: int) -> None:
-        """`shards`: ranks that hold one set of parts together."""
+    def __init__(self, meeting: Meeting, shards: int, sequences: Collection[int] = ()) -> None:
+        """`shards`: ranks that hold one set of parts together. `sequences`: in groups of these sizes ranks run the same rows."""
         assert meeting.ranks % shards == 0
         self.rank, self.ranks = meeting.rank, meeting.ranks
         self.shards, self.shard = shards, meeting.rank % shards
         self._meeting, self._generation = meeting, 0
         self._watched = meeting.open_store()
         """A connection of its own, for the thread that looks for failed ranks."""
+        self._traced = False
         self.seconds, self.bytes = 0.0, 0
         """Waited for collectives, and moved in them, since `take`."""
+        self._sequence: dict[int, dist.ProcessGroup | None] = {}
+        """By size: the ranks that run the same rows as this one."""
+        self._sequence_sizes = tuple(sorted(sequences))
         self._stream_waits = CopyWaits() if meeting.backend == "nccl" else None
         """NCCL's calls return at once, and the device's stream waits."""
         self._join()
@@ -92,10 +100,17 @@ class Mesh:
         copies = [list(range(first, self.ranks, shards)) for first in range(shards)]
         self._set = self._group_of(sets)
         self._copies = self._group_of(copies)
-        for group in {id(one): one for one in (None, self._set, self._copies)}.values():
+        for size in self._sequence_sizes:
+            self._sequence[size] = self._group_of([list(range(r, r + size)) for r in range(0, self.ranks, size)])
+        for group in {id(one): one for one in (None, self._set, self._copies, *self._sequence.values())}.values():
             wait_at_most(STEP_TIMEOUT, group)
 
+    def sequence_group(self, size: int, sizes: tuple[AttentionSize, ...]) -> SequenceRanks | None:
+        """The ranks that run the same rows as this one; None where it runs whole rows. `sizes`: of the model's attention."""
+        return None if size == 1 else SequenceRanks(self, size, sizes)
+
     def leave(self) -> None:
+        self._sequence = {}  # gloo frees ranks that wait for this one when nobody here holds the group
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -118,6 +133,14 @@ class Mesh:
         """Called now and then from another thread: ends collectives that would wait for ever."""
         if self._meeting.backend == "nccl" and dist.is_initialized() and self.was_aborted:
             abort_process_group()
+
+    def write_trace_if_asked(self, file: Path) -> None:
+        """Called now and then from another thread: writes what collectives this rank has begun and ended, once."""
+        if self._traced or not self._watched.check([TRACE_KEY]):
+            return
+        self._traced = True
+        if (found := collective_trace(self._meeting.backend)) is not None:
+            file.write_bytes(found)
 
     def rejoin(self) -> None:
         """Meet the others again, after `abort`."""
@@ -183,6 +206,14 @@ class Mesh:
         assert told[0] is not None
         return told[0]
 
+    def among_sequence(
+        self, size: int, moved: torch.Tensor, collective: Callable[[dist.ProcessGroup | None], object]
+    ) -> None:
+        """A collective of the ranks that run the same rows as this one."""
+        if size not in self._sequence:
+            raise RuntimeError("ranks have parted")
+        self._timed(moved, lambda: collective(self._sequence[size]))
+
     def take(self) -> tuple[float, int]:
         """Seconds that were waited for collectives and bytes that they moved, since the last call."""
         if self._stream_waits is not None:
@@ -217,6 +248,33 @@ class Mesh:
             return None  # the world
         made = {tuple(ranks): dist.new_group(ranks) for ranks in all_groups}
         return next(group for ranks, group in made.items() if self.rank in ranks)
+
+
+class SequenceRanks:
+    """See model/sequence.py. Consecutive ranks; it holds no process group, so that ranks can part and meet again."""
+
+    def __init__(self, mesh: Mesh, ranks: int, sizes: tuple[AttentionSize, ...]) -> None:
+        self.rank, self.ranks, self.sizes = mesh.rank % ranks, ranks, sizes
+        self._mesh = mesh
+
+    def exchange(self, x: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
+        got = x.new_empty((sum(received), *x.shape[1:]))
+        x = x.contiguous()
+        self._mesh.among_sequence(self.ranks, x, lambda group: dist.all_to_all_single(got, x, received, sent, group))
+        return got
+
+    def gather(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        most = max(counts)
+        if not most:
+            return x
+        own = x.contiguous()
+        if len(own) < most:
+            own = torch.cat((own, own.new_zeros((most - len(own), *own.shape[1:]))))
+        got = x.new_empty((self.ranks * most, *x.shape[1:]))
+        self._mesh.among_sequence(self.ranks, got, lambda group: gather_flat(got, own, group))
+        if min(counts) == most:
+            return got
+        return torch.cat([part[:count] for part, count in zip(got.split(most), counts)])
 
 
 class _Begun:

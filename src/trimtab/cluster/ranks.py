@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from trimtab.base import spans
 from trimtab.base.errors import TrainingError
 from trimtab.cluster.blame import to_blame
+from trimtab.cluster.mesh import TRACE_KEY
 from trimtab.cluster.messages import Answer, Broken, Heartbeat, Item, Order, Raised, RankFailed, Short, Told
 from trimtab.cluster.process import AnyProcess, StartRank, start_here
 from trimtab.workers.program import STOP_TIMEOUT_S, ProcessLost, wait_for
@@ -36,6 +40,8 @@ START_ERROR_PATIENCE_S = 0.5
 SEND_TIMEOUT_S = 300.0
 STACKS_S = 1.0
 """How long ranks may take to write their stacks."""
+TRACES_S = 2.0
+"""And what collectives they have begun: they look once a second whether they shall."""
 
 
 class RankLost(TrainingError):
@@ -77,10 +83,13 @@ class Ranks:
         stall_s: float = MIN_STALL_S,
         start: StartRank = start_here,
         on_end: Callable[[], None] = lambda: None,
+        name: str = "",
     ) -> None:
         """Start a rank for each of `setups`. `variables`: of its environment. `tell`: called with what ranks say on their own.
-        `on_end`: called when none is left."""
-        self._on_end = on_end
+        `on_end`: called when none is left. `name`: of this set, where a run has several."""
+        self._on_end, self._name = on_end, f"{name} " if name else ""
+        self._asking = threading.RLock()
+        """Orders for all ranks come from one thread at a time: another waits."""
         self._tell, self._stall_s, self._log_folder = tell, max(MIN_STALL_S, stall_s), logs
         logs.mkdir(parents=True, exist_ok=True)
         self._ranks: list[_Rank] = []
@@ -113,8 +122,9 @@ class Ranks:
 
     def ask_each(self, method: str, args: Sequence[tuple[Any, ...]], **kwargs: Any) -> list[Any]:
         """An order with arguments of its own for each rank."""
-        self._order([(rank, Order(method, own, kwargs)) for rank, own in zip(self._ranks, args, strict=True)])
-        return self._returned(list(self._ranks), self._patience(method))
+        with self._asking:
+            self._order([(rank, Order(method, own, kwargs)) for rank, own in zip(self._ranks, args, strict=True)])
+            return self._returned(list(self._ranks), self._patience(method))
 
     def begin(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> None:
         """An order for some ranks, by number, whose messages are then heard one by one."""
@@ -278,9 +288,15 @@ class Ranks:
         """Every rank writes its stacks into its log before all are ended."""
         for rank in self._ranks:
             rank.process.ask_for_stacks()
+        if isinstance(self.store, dist.Store):
+            self.store.set(TRACE_KEY, "1")
+            time.sleep(TRACES_S)
         time.sleep(STACKS_S)
         names = ", ".join(str(rank.number) for rank in waiting)
-        why = f"no progress for {stall_s:.0f} s (waiting for rank {names}; the stacks of all ranks are in their logs)"
+        why = (
+            f"no progress for {stall_s:.0f} s (waiting for rank {names}; the stacks of all ranks are in their logs, "
+            "what they exchanged in the .json files beside them)"
+        )
         return self._end(waiting[0], why)
 
     def _lost(self, rank: _Rank, why: str) -> RankLost:
@@ -293,4 +309,4 @@ class Ranks:
         self.kill()
         log = os.path.relpath(rank.process.log)
         said = f" Last lines of {log}:\n{lines}" if lines else ""
-        return RankLost(f"rank {rank.number}{rank.process.place} is lost: {why.rstrip('.')}.{said}")
+        return RankLost(f"{self._name}rank {rank.number}{rank.process.place} is lost: {why.rstrip('.')}.{said}")

@@ -7,7 +7,8 @@ on disk: before that, the checkpoint before it is the newest. Export is written 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,32 @@ class WriteFailed(TrimtabError):
         self.why, self.number = why, number
 
 
+@dataclass(frozen=True)
+class RoleSet:
+    """Ranks that have other models than the policy."""
+
+    name: str
+    """Its roles, for people."""
+    ranks: Ranks
+    guards: Mapping[Scored, Guard]
+    """Of the models that say something of samples."""
+    saves: bool
+    """They have a part of a checkpoint."""
+
+
 class RankedTrainer(GuardedTrainer):
     """See run/roles.py."""
 
-    def __init__(self, ranks: Ranks, guard: Guard, governor: Governor, critic: Guard | None) -> None:
+    def __init__(
+        self, ranks: Ranks, guard: Guard, governor: Governor, critic: Guard | None, beside: Sequence[RoleSet] = ()
+    ) -> None:
+        """`ranks`: those that train the policy. `beside`: others, each with models that are nowhere else."""
         super().__init__(guard, governor, SCORERS, critic)
-        self.ranks = ranks
+        self.ranks, self._beside = ranks, beside
+        for role in beside:
+            self._guards |= {str(model): own for model, own in role.guards.items()}
+        self._places = {model: place for place, each in enumerate(beside, 1) for model in each.guards}
+        self._saving = [ranks, *(each.ranks for each in beside if each.saves)]
         self._pending: PendingCheckpoint | None = None
         """What is being written."""
         self._reads_live_tensors = False
@@ -50,13 +71,16 @@ class RankedTrainer(GuardedTrainer):
 
     @property
     def lost(self) -> bool:
-        return self.ranks.closed
+        return self.ranks.closed or any(each.ranks.closed for each in self._beside)
+
+    def place_of(self, model: Scored) -> int:
+        return self._places.get(model, 0)
 
     def tell_written(self, on_written: Callable[[float, float], None]) -> None:
         self._on_written = on_written
 
     def prepare_to_save(self) -> None:
-        self.ranks.ask("reserve_copy")
+        self._ask_saving("reserve_copy")
 
     def apply(self, lr: float, model: Trained = "policy") -> Applied:
         self._before_change()
@@ -68,25 +92,25 @@ class RankedTrainer(GuardedTrainer):
         pending = PendingCheckpoint(folder, state, keep, files)
 
         def capture() -> list[bool]:
-            found: list[bool] = self.ranks.ask("capture", folder, state.step)
+            found: list[bool] = self._ask_saving("capture", folder, state.step)
             return found
 
         copies = self.guard.run("checkpoint", capture)
         self._reads_live_tensors = not all(copies)
         with pending.explaining():
             aside = pending.open()
-            self.ranks.ask("begin_write", aside)
+            self._ask_saving("begin_write", aside)
         self._pending, self._began = pending, started
         self._waited_s += time.perf_counter() - started
 
     def settle_saves(self, wait: bool = True) -> None:
         pending = self._pending
-        if pending is None or (not wait and not all(self.ranks.ask("is_written"))):
+        if pending is None or (not wait and not all(self._ask_saving("is_written"))):
             return
         started, self._pending, self._reads_live_tensors = time.perf_counter(), None, False
         with pending.explaining():
             try:
-                parts: list[PartWritten] = self.ranks.ask("end_write")
+                parts: list[PartWritten] = self._ask_saving("end_write")
             except WriteFailed as failed:
                 raise OSError(failed.number, failed.why) from failed
             pending.finish(parts)
@@ -104,19 +128,24 @@ class RankedTrainer(GuardedTrainer):
     def _take_observed(self) -> dict[str, float]:
         """What ranks have logged goes to the log of this process, each rank on its own track; of seconds, the slowest rank's."""
         found: dict[str, float] = {}
-        observed: list[tuple[dict[str, float], Taken]] = self.ranks.ask("observed")
-        for rank, (parts, taken) in enumerate(observed):
-            for name, seconds in parts.items():
-                found[name] = max(seconds, found.get(name, 0.0))
-            for span in taken.spans:
-                log.add(f"rank {rank}", span.name, span.begin, span.end, **span.args)
-            for value in taken.counters:
-                log.count(f"{value.name}, rank {rank}", value.at, value.value)
+        for of, ranks in (("", self.ranks), *((f"{each.name} ", each.ranks) for each in self._beside)):
+            observed: list[tuple[dict[str, float], Taken]] = ranks.ask("observed")
+            for rank, (parts, taken) in enumerate(observed):
+                for name, seconds in parts.items():
+                    found[name] = max(seconds, found.get(name, 0.0))
+                for span in taken.spans:
+                    log.add(f"{of}rank {rank}", span.name, span.begin, span.end, **span.args)
+                for value in taken.counters:
+                    log.count(f"{value.name}, {of}rank {rank}", value.at, value.value)
         return found
+
+    def _ask_saving(self, method: str, *args: Any) -> list[Any]:
+        """Everyone who has a part of a checkpoint; those that train the policy first."""
+        return [found for ranks in self._saving for found in ranks.ask(method, *args)]
 
     def close(self) -> None:
         """What is being saved is on disk, unless the ranks are gone."""
-        if not self.ranks.closed:
+        if not self.lost:
             self.settle_saves()
 
     def export(self, folder: Path, scores: Mapping[str, Any] | None = None) -> None:

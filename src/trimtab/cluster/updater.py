@@ -7,8 +7,9 @@ guard lets all ranks abandon the step, lowers one setting for all of them, and r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from trimtab.cluster.ranks import Ranks, ShortOnRank
 from trimtab.config.run import Recompute
 from trimtab.update.batch import Sample
-from trimtab.update.shares import Cost, Together, deal_samples
+from trimtab.update.shares import Cost, Share, Together, cap, deal_samples
 from trimtab.update.stats import Applied, Scored, Trained, UpdateStats
 from trimtab.update.updater import Progress
 
@@ -53,9 +54,11 @@ class RankedUpdater:
         cost: Cost,
         equal: bool = False,
         equal_scores: bool = False,
+        row_ranks: Mapping[Scored, int] = MappingProxyType({}),
     ) -> None:
         """`equal`: ranks have equally many micro-batches, for they have collectives in them; `equal_scores`: in passes without
-        a gradient, too."""
+        a gradient, too. `row_ranks`: how many consecutive ranks share each micro-batch, in passes of each model; by default 1."""
+        self._row_ranks = row_ranks
         self._equal, self._equal_scores = equal, equal_scores
         self._ranks, self._model, self._together, self._cost = ranks, model, together, cost
         self._facts = facts[0]
@@ -76,12 +79,14 @@ class RankedUpdater:
         return self._facts.device
 
     def accumulate(self, samples: Sequence[Sample], kl_coef: float = 0.0) -> UpdateStats:
-        shares = deal_samples(self._together, samples, self.token_budget, len(self._ranks), self._cost, self._equal)
+        sharing = self._sharing(self._model)
+        shares = self._deal(samples, self.token_budget, sharing, self._equal)
         self.progress = Progress()
-        found = self._ask("accumulate", [(self._model, share, kl_coef) for share in shares])
+        asked = [(self._model, share, kl_coef) for share in shares for _ in range(sharing)]
+        found = self._ask("accumulate", asked)[::sharing]  # ranks that share micro-batches found the same
         most = max((share.flops for share in shares), default=0.0)
         mean = sum(share.flops for share in shares) / len(shares)
-        largest = max((load for share in shares for load in share.loads), default=0)
+        largest = max((-(-load // sharing) for share in shares for load in share.loads), default=0)
         self.progress = Progress("backward", microbatches=sum(len(s.batches) for s in shares), largest=largest)
         return UpdateStats.of_ranks(found, most / mean if mean else 1.0)
 
@@ -97,12 +102,25 @@ class RankedUpdater:
         return replace(found[0], behind=min(behind) if behind else None)
 
     def score(self, samples: Sequence[Sample], by: Scored, field: str) -> None:
-        budget, equal = self.score_token_budget, self._equal_scores
-        shares = deal_samples(self._together, samples, budget, len(self._ranks), self._cost, equal)
+        sharing = self._sharing(by)
+        shares = self._deal(samples, self.score_token_budget, sharing, self._equal_scores)
         self.progress = Progress()
-        for found in self._ask("score", [(self._model, by, share, field) for share in shares]):
+        asked = [(self._model, by, share, field) for share in shares for _ in range(sharing)]
+        for found in self._ask("score", asked)[::sharing]:
             for place, value in found:
                 setattr(samples[place], field, value)
+
+    def _sharing(self, model: Scored) -> int:
+        """Ranks that share each micro-batch in passes of a model."""
+        return self._row_ranks.get(model, 1)
+
+    def _deal(self, samples: Sequence[Sample], budget: int, sharing: int, equal: bool) -> list[Share]:
+        """The work of each set of ranks that share micro-batches. `budget`: tokens on a device."""
+        sets = len(self._ranks) // sharing
+        return deal_samples(self._together, samples, budget * sharing, sets, self._cost, equal)
+
+    def longest(self, samples: Sequence[Sample], policy: Any = None) -> int:
+        return -(-cap(samples, 0) // self._sharing(policy or self._model))
 
     def abandon(self) -> None:
         self._ranks.ask("abandon", self._model)

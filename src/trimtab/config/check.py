@@ -21,6 +21,7 @@ from trimtab.config.placement import placement
 from trimtab.config.ranks import cut_engine, ranks
 from trimtab.config.resolved import FILTERS, STOPS
 from trimtab.config.reward_model import RewardModelConfig
+from trimtab.config.row_ranks import longest_here
 from trimtab.config.run_clashes import base, kernels, offload, prefetch
 from trimtab.config.schema import Config
 from trimtab.config.sft import SftConfig, SftData
@@ -341,13 +342,13 @@ def _run(config: Config, learn: Learn) -> Iterator[Contradiction]:
         f"data.max_prompt_tokens {prompt}" if prompt else "a prompt"
     )
     for name in ("token_budget", "score_token_budget"):
-        budget = getattr(config.run, name)
-        if budget != "auto" and budget < longest:
+        budget, here = getattr(config.run, name), longest_here(config.run, longest, name)
+        if budget != "auto" and budget < here:
             yield clash(
                 f"run.{name} learn.max_new_tokens data.max_prompt_tokens",
                 f"is {budget} tokens, but the longest sequence has {'' if prompt else 'at least '}{longest} ({parts}) "
-                "and a sequence is never cut",
-                f"Write {longest} or more, or auto",
+                f"and a sequence is never cut{'' if here == longest else f'; each device has {here} of it'}",
+                f"Write {here} or more, or auto",
             )
     kv_memory = config.run.rollout.kv_memory
     if kv_memory != "auto" and kv_memory < 1024:
@@ -423,11 +424,15 @@ def _supervised(config: Offline) -> Iterator[Contradiction]:
         )
     for name in ("token_budget", "score_token_budget"):
         budget = getattr(run, name)
-        if budget != "auto" and learn.max_tokens is not None and budget < learn.max_tokens:
+        if budget == "auto" or learn.max_tokens is None:
+            continue
+        here = longest_here(run, learn.max_tokens, name)
+        if budget < here:
+            shared = "" if here == learn.max_tokens else f"; each device has {here} of one"
             yield clash(
                 f"run.{name} learn.max_tokens",
-                f"is {budget} tokens, but examples have up to {learn.max_tokens} (learn.max_tokens) and are never cut",
-                f"Write {learn.max_tokens} or more, or auto",
+                f"is {budget} tokens, but examples have up to {learn.max_tokens} (learn.max_tokens) and are never cut{shared}",
+                f"Write {here} or more, or auto",
             )
     if config.observe.eval_every and data.eval is None:
         yield clash("observe.eval_every data.eval", "has no effect: there is no evaluation set", NAME_EVAL_SET)

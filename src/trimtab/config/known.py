@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import StrictInt
 
 from trimtab.config.learn import AdvantageName, AggregateName, Clip, DynamicSampling, Importance, Learn, LossName
-from trimtab.config.run import Offload, Recompute, Rollout, Run, Shard
+from trimtab.config.run import Offload, Recompute, Rollout, RowRole, Run, Shard
 
 
 class ResolvedClip(Clip):
@@ -73,6 +73,8 @@ class ResolvedRun(Run):
     shard: Shard
     shard_devices: int
     prefetch: int
+    sequence_parallel: int | dict[RowRole, int]
+    tensor_parallel: int
     overlap: bool
     placement: Literal["colocated", "split"] | dict[str, StrictInt | str]
     threads: int

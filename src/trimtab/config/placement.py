@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping
 from trimtab.base.suggestions import nearest
 from trimtab.config.contradiction import REWARD_MODEL, Contradiction, clash
 from trimtab.config.learn import Learn
+from trimtab.config.ranks import nearest_divisor
 from trimtab.config.reward_model import RewardModelConfig
+from trimtab.config.row_ranks import row_ranks
 from trimtab.config.schema import Config
 from trimtab.config.sft import SftConfig
 
@@ -105,6 +107,14 @@ def _sizes(config: Config, asked: RoleMap) -> Iterator[Contradiction]:
     if run.shard_devices != "auto" and actor % run.shard_devices:
         what = f"is {run.shard_devices}, which does not divide the actor's {actor} devices into equal sets"
         yield clash("run.shard_devices run.placement", what, "Write a divisor of the actor's devices, or leave it out")
+    shared = row_ranks(run)
+    for roles, count in groups.items():
+        for model, role in (("policy", "actor"), ("reference", "reference"), ("critic", "critic")):
+            ranks = shared[model]  # type: ignore[index]
+            if role in roles and count % ranks:
+                what = f"is {ranks} for the {model}, which does not divide its {count} devices into equal sets"
+                fix = f"Write {{{model}: {nearest_divisor(ranks, count)}}}, or leave it out"
+                yield clash("run.sequence_parallel run.placement", what, fix)
     cut = run.rollout.tensor_parallel
     mine = next(count for roles, count in groups.items() if "rollout" in roles)
     if mine % cut:

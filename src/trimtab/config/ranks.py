@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from trimtab.config.contradiction import Contradiction, clash
 from trimtab.config.learn import Learn
 from trimtab.config.reward_model import RewardModelConfig
+from trimtab.config.row_ranks import row_ranks
 from trimtab.config.run import Run
 from trimtab.config.schema import Config
 from trimtab.config.sft import SftConfig
@@ -15,6 +16,13 @@ from trimtab.config.sft import SftConfig
 def ranks(config: Config | SftConfig | RewardModelConfig, learn: Learn | None = None) -> Iterator[Contradiction]:
     """Parts that nobody shares, and sets of parts that do not add up to all devices."""
     run = config.run
+    if run.tensor_parallel not in ("auto", 1):
+        yield clash(
+            "run.tensor_parallel",
+            f"is {run.tensor_parallel}, but this version does not cut layers over devices where it trains",
+            "Leave it out; run.shard: full holds weights in parts, run.sequence_parallel shares long sequences, and "
+            "run.rollout.tensor_parallel cuts engines",
+        )
     cut = run.shard not in ("auto", "none")
     if cut and run.devices == 1:
         yield clash(
@@ -35,6 +43,7 @@ def ranks(config: Config | SftConfig | RewardModelConfig, learn: Learn | None = 
             "has no effect: with run.shard: full gradients are always summed over ranks beside the backward pass",
             "Leave it out, or write run.shard: gradients",
         )
+    yield from _shared_rows(config, learn)
     if run.shard_devices == "auto":
         return
     if run.shard == "none" and run.shard_devices > 1:
@@ -56,6 +65,29 @@ def ranks(config: Config | SftConfig | RewardModelConfig, learn: Learn | None = 
             f"is {run.shard_devices}, which does not divide the {run.devices} devices into equal sets",
             f"Write {' or '.join(divisors) or 'auto'}, or leave it out",
         )
+
+
+def _shared_rows(config: Config | SftConfig | RewardModelConfig, learn: Learn | None) -> Iterator[Contradiction]:
+    """Micro-batches that ranks cannot share."""
+    run = config.run
+    if isinstance(run.sequence_parallel, dict):
+        absent = {
+            "critic": learn is None or learn.advantage != "gae",
+            "reference": learn is None or learn.kl.coef == 0,
+        }
+        for role in run.sequence_parallel:
+            if absent.get(role):
+                keys = "run.sequence_parallel learn.algorithm learn.kl.coef"
+                yield clash(keys, f"names {role}, but this run has no {role}", f"Leave {role} out")
+    for ranks in sorted(set(row_ranks(run).values()) - {1}):
+        if run.devices == 1:
+            what = f"is {ranks}, but run.devices is 1: there is nobody to share micro-batches with"
+            fix = f"Write run.devices: {ranks}, or leave it out"
+            yield clash("run.sequence_parallel run.devices", what, fix)
+        elif run.devices != "auto" and run.devices % ranks:
+            what = f"is {ranks}, which does not divide the {run.devices} devices into equal sets"
+            fix = f"Write {nearest_divisor(ranks, run.devices)}, or run.devices: {max(1, round(run.devices / ranks)) * ranks}"
+            yield clash("run.sequence_parallel run.devices", what, fix)
 
 
 def cut_engine(run: Run) -> Iterator[Contradiction]:

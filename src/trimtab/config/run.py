@@ -72,6 +72,8 @@ class Offload(Section):
 
 Kernels = Literal["auto", "native", "liger", "plain"]
 Shard = Literal["none", "optimizer", "gradients", "full"]
+RowRole = Literal["policy", "reference", "critic"]
+"""Models that pass over the samples of a step."""
 Recompute = bool | Literal["some"]
 """What of the activations the backward pass makes again: nothing, some of it, or all but each layer's input."""
 
@@ -100,6 +102,14 @@ class Run(Section):
     prefetch: PositiveInt | Auto = "auto"
     """Layers whose weights are gathered while the ones before them are computed, with shard: full. Each takes the memory of a
     layer. auto: 1."""
+    sequence_parallel: Annotated[int, Field(ge=1, le=1024)] | Auto | dict[RowRole, PositiveInt] = "auto"
+    """Devices that share each micro-batch of the update, each with a part of its tokens, for sequences that one cannot hold; the
+    number has to divide devices. token_budget then counts the tokens on each device. A mapping gives each model its own number:
+    {policy: 4, reference: 2, critic: 4}; one that is left out has the policy's. auto: 1, unless the
+    longest sequence does not fit or fills a micro-batch alone; then what is fastest."""
+    tensor_parallel: PositiveInt | Auto = "auto"
+    """Devices that share each layer of the models that are trained. This version serves 1: a model that one device cannot hold is
+    trained with shard: full, and its sequences with sequence_parallel. Engines have rollout.tensor_parallel."""
     overlap: bool | Auto = "auto"
     """Sum gradients over ranks while the backward pass still runs, layer by layer as they are done, instead of after it. Costs no
     memory. With shard: full it is always so. auto: true on several devices, unless only adapters are trained, which are summed at

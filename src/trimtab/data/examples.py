@@ -22,6 +22,7 @@ from trimtab.config.sft import SftData
 from trimtab.data.deadline import render_within
 from trimtab.data.encode import PromptEncoder
 from trimtab.data.files import Row
+from trimtab.data.images import shown_beside, shown_within
 from trimtab.data.pieces import MAX_TOKENS_AFTER_END, Pieces
 from trimtab.data.prompt import Message
 from trimtab.data.prompts import cut, one_of_each, roles_problem, text_problem
@@ -153,7 +154,7 @@ class ExampleEncoder:
 
     def problem(self, row: Row) -> str:
         """What is wrong with a row, or nothing."""
-        return _problem(row, self)
+        return shown_beside(row) or _problem(row, self)
 
     def _kind(self, row: Row) -> str:
         data = self.data
@@ -305,6 +306,8 @@ def messages_problem(messages: Any, column: str, data: Data) -> str:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return f"column {column!r}: message {number} must be {{role: ..., content: ...}}, but is {cut(message)}."
         content = message.get("content")
+        if shown := shown_within(content):
+            return f"column {column!r}: message {number} {shown}"
         if not isinstance(content, str) and not message.get("tool_calls"):
             return f"column {column!r}: message {number} must have a string as its content, but has {cut(content)}."
         if isinstance(content, str) and (found := _broken(column, content)):

@@ -17,6 +17,7 @@ from trimtab.config.reward_model import PairData
 from trimtab.config.sft import SftData
 from trimtab.data.examples import NO_TEMPLATE, ExampleEncoder, completion_problem, messages_problem
 from trimtab.data.files import Row
+from trimtab.data.images import shown_beside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -87,6 +88,8 @@ class PairEncoder:
     def problem(self, row: Row) -> str:
         """What is wrong with a row, or nothing."""
         data = self.data
+        if shown := shown_beside(row):
+            return shown
         for side in (data.chosen, data.rejected):
             if side not in row:
                 return f"has no column {side!r}; its columns are {', '.join(map(repr, row))}.{did_you_mean(side, row)}"

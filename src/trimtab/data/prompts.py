@@ -20,6 +20,7 @@ from trimtab.base.suggestions import did_you_mean
 from trimtab.config.schema import Data
 from trimtab.data.encode import PromptEncoder, Tools
 from trimtab.data.files import Row
+from trimtab.data.images import shown_beside, shown_within
 from trimtab.data.prompt import Prompt
 from trimtab.data.trial import MAX_TEXT_CHARACTERS, try_template
 
@@ -96,6 +97,8 @@ def validate_rows(
             raise _missing_column(row, "prompt", data.prompt, source_name, number)
         if data.task is not None:
             _check_task(row, data.task, source_name, number)
+        if shown := shown_beside(row):
+            raise DataError(f"{source_name}, row {number} (from 1), {shown}")
         problem = _problem(row[data.prompt], data)
         if problem:
             raise DataError(f"{source_name}, row {number} (from 1), column {data.prompt!r}: {problem}")
@@ -142,6 +145,8 @@ def _message_problem(message: Any, number: int) -> str:
         return text_problem(content)
     if content is None and message.get("tool_calls") and message["role"] != "user":
         return ""
+    if shown := shown_within(content):
+        return f"message {number} (role {message['role']}) {shown}"
     return f"message {number} (role {message['role']}) must have a string as its content, but has {cut(content)}."
 
 

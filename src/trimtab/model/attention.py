@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from trimtab.model.recurrent import Mixer
+
 ATTENTION_NAME = "trimtab"
 
 
@@ -43,6 +45,10 @@ class AttentionPlan(Protocol):
     def attend(
         self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rules: Rules
     ) -> torch.Tensor: ...
+
+    def recur(self, mixer: Mixer, x_TE: torch.Tensor) -> torch.Tensor:
+        """What a layer that carries a state makes of the tokens, each sequence by itself."""
+        ...
 
 
 def attention(
@@ -123,4 +129,4 @@ def _explicit_attention(
         weights = torch.softmax(torch.cat((scores, sinks), -1), -1)[..., :-1]
     else:
         weights = torch.softmax(scores, -1)
-    return torch.einsum("nkgls,nksd->nkgld", weights.to(v_NKSD.dtype), v_NKSD).reshape(n, heads, length, size)
+    return torch.einsum("nkgls,nksd->nkgld", weights.to(v_NKSD.dtype), v_NKSD).reshape(n, heads, length, -1)

@@ -6,6 +6,24 @@ from collections.abc import Mapping
 from typing import Any
 
 SERVED_LAYERS = {"full_attention", "sliding_attention"}
+"""Kinds of layers that any architecture may have."""
+HYBRIDS = {
+    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2", "lfm2_moe", "nemotron_h", "granitemoehybrid",
+    "falcon_h1", "bamba",
+}  # fmt: skip
+"""Families whose other layers carry a state from token to token (recurrent.py), by the names of their text models; tests compare
+each with transformers' own forward and `generate`."""
+HYBRID_LAYERS = SERVED_LAYERS | {"linear_attention", "conv", "hybrid", "mlp", "moe"}
+"""Kinds of layers in these, by transformers' names: those that carry a state, those that do that and attend, and those that
+read one token at a time."""
+TOKENWISE_LAYERS = {"mlp", "moe"}
+
+
+def served_layers(model_type: str | None) -> set[str]:
+    """The kinds of layers that a family may have."""
+    return HYBRID_LAYERS if model_type in HYBRIDS else SERVED_LAYERS
+
+
 LONGROPE = ("longrope", "su")
 
 

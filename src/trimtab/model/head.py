@@ -136,6 +136,8 @@ def _has_kernels(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
     """True for half precision in rows that begin at multiples of 16 bytes, on a device that the kernels were made for."""
     half = hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16) and weight.dtype == hidden.dtype
     dense = hidden.is_contiguous() and weight.is_contiguous()
+    if not hidden.shape[0]:
+        return False  # a rank may have no learned token of a row that ranks share
     if not (half and dense and weight.data_ptr() % 16 == 0 and weight.shape[1] % 8 == 0 and find_spec("triton")):
         return False
     from trimtab.model.kernels.head import serves

@@ -19,7 +19,7 @@ from trimtab.model.keep import Keep
 from trimtab.model.kernels import train as kernels
 from trimtab.model.kernels.shared import gated
 from trimtab.model.norms import Norm, Rotary
-from trimtab.model.parts import LayerParts, Linears
+from trimtab.model.parts import LayerParts, Linears, run_mixture
 
 
 def run_layer(residual_TE: torch.Tensor, x_TE: torch.Tensor, call: LayerCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,11 +57,13 @@ class LayerCall:
     def tensors(self) -> list[torch.Tensor]:
         """What the layer is differentiable in."""
         layer, found = self.layer, []
-        for linears in (layer.qkv, layer.output, layer.gate_up, layer.down):
+        for linears in layer.linears:
             found += [*linears.weights, *(linears.biases or [])]
             found += [t for adapter in linears.adapters for t in (adapter.a.weight, adapter.b.weight)]
         if layer.head_norm is not None:
             found += [layer.head_norm.query, layer.head_norm.key]
+        if layer.mixture is not None:
+            found += layer.mixture.parameters()
         norms = (layer.after_attention, layer.before_mlp, layer.after_mlp, self.following)
         return found + [norm.weight for norm in norms if norm is not None]
 
@@ -98,22 +100,37 @@ class LayerCall:
         return kept.end, x_TE
 
     def feed_forward(self, kept: _Kept) -> torch.Tensor:
-        kept.gate_up, kept.lows["gate_up"] = _apply(kept.y, self.layer.gate_up)
+        dense = self.layer.dense
+        if dense is None:
+            return self.mixture(kept)
+        kept.gate_up, kept.lows["gate_up"] = _apply(kept.y, dense.gate_up)
         product_TF = kept.gate_up.new_empty((kept.gate_up.shape[0], kept.gate_up.shape[1] // 2))
-        gated(kept.gate_up, product_TF, self.layer.activation)
-        out_TE, kept.lows["down"] = _apply(product_TF, self.layer.down)
+        gated(kept.gate_up, product_TF, dense.activation)
+        out_TE, kept.lows["down"] = _apply(product_TF, dense.down)
         return out_TE
+
+    def mixture(self, kept: _Kept) -> torch.Tensor:
+        """Router and experts, whose backward pass is autograd's, in a graph of its own; gradients of stacked weights go to
+        the sums of the step from there (experts.py)."""
+        assert self.layer.mixture is not None
+        kept.routed = kept.y.detach().requires_grad_()
+        with torch.set_grad_enabled(kept.routes):
+            kept.mixed = run_mixture(self.layer.mixture, kept.routed)
+        return kept.mixed.detach()
 
     def repeat(self, kept: _Kept) -> None:
         """Recompute what was not kept."""
-        dtype = self.layer.down.dtype
+        dtype = self.layer.output.dtype
         if kept.x is None:
             kept.x = kernels.norm(kept.residual, self.before, dtype)
         if kept.middle is None:
             self.forward(kept.residual, kept.x, kept)
         elif kept.y is None:
             kept.y = kernels.norm(kept.middle, self.before_mlp, dtype)
-            kept.gate_up, kept.lows["gate_up"] = _apply(kept.y, self.layer.gate_up)
+            if self.layer.dense is None:
+                self.mixture(kept)
+            else:
+                kept.gate_up, kept.lows["gate_up"] = _apply(kept.y, self.layer.dense.gate_up)
 
     def backward(
         self, dend_TE: torch.Tensor | None, dx_TE: torch.Tensor, kept: _Kept, found: _Found
@@ -123,12 +140,7 @@ class LayerCall:
         dmiddle_TE, dout_TE = self._norm_back(
             dx_TE, dend_TE, kept.end, kept.mlp_out, kept.end_scales, kept.end_post_scales, self.following, layer.after_mlp, found
         )  # fmt: skip
-        dproduct_TF, dlows = _input_grad(dout_TE, layer.down)
-        dgate_up, product_TF = kernels.gated_back(kept.gate_up, dproduct_TF, layer.activation)
-        found.linears(layer.down, dout_TE, product_TF, kept.lows["down"], dlows)
-        dy_TE, dlows = _input_grad(dgate_up, layer.gate_up)
-        found.linears(layer.gate_up, dgate_up, kept.y, kept.lows["gate_up"], dlows)
-        del dgate_up, product_TF, dproduct_TF
+        dy_TE = self._feed_forward_back(dout_TE, kept, found)
         dresidual_TE, dout_TE = self._norm_back(
             dy_TE, dmiddle_TE, kept.middle, kept.attention_out, kept.scales, kept.post_scales, self.before_mlp,
             layer.after_attention, found,
@@ -147,6 +159,24 @@ class LayerCall:
         dx_TE, dlows = _input_grad(dqkv, layer.qkv)
         found.linears(layer.qkv, dqkv, kept.x, kept.lows["qkv"], dlows)
         return dresidual_TE, dx_TE
+
+    def _feed_forward_back(self, dout_TE: torch.Tensor, kept: _Kept, found: _Found) -> torch.Tensor:
+        dense, mixture = self.layer.dense, self.layer.mixture
+        if dense is None:
+            assert mixture is not None
+            trained = [p for p in mixture.parameters() if p.requires_grad]
+            dy_TE, *grads = torch.autograd.grad(kept.mixed, [kept.routed, *trained], dout_TE, allow_unused=True)
+            for parameter, grad in zip(trained, grads):
+                if grad is not None:  # None: it is in the sums of the step already
+                    found.add(parameter, grad)
+            kept.mixed = kept.routed = None
+            return dy_TE.contiguous()
+        dproduct_TF, dlows = _input_grad(dout_TE, dense.down)
+        dgate_up, product_TF = kernels.gated_back(kept.gate_up, dproduct_TF, dense.activation)
+        found.linears(dense.down, dout_TE, product_TF, kept.lows["down"], dlows)
+        dy_TE, dlows = _input_grad(dgate_up, dense.gate_up)
+        found.linears(dense.gate_up, dgate_up, kept.y, kept.lows["gate_up"], dlows)
+        return dy_TE
 
     def _norm_back(
         self, dy: torch.Tensor, dresidual: torch.Tensor | None, residual: torch.Tensor, x: torch.Tensor | None,
@@ -168,10 +198,15 @@ class _Kept:
 
     graph: bool
     """Attention records its own backward pass."""
+    routes: bool = False
+    """So do router and experts."""
     q: Any = None
     k: Any = None
     v: Any = None
     attended: Any = None
+    routed: Any = None
+    """What router and experts read, and `mixed` what they made: a graph of their own."""
+    mixed: Any = None
     residual: Any = None
     x: Any = None
     qkv: Any = None
@@ -195,7 +230,7 @@ class _Kept:
             return [self.residual], {}
         if keep is Keep.SOME:
             self.x = self.y = self.gate_up = None
-            self.lows.pop("gate_up")
+            self.lows.pop("gate_up", None)
         lows = [low for part in self.lows.values() for low in part]
         return [*(getattr(self, name) for name in _TENSORS), *lows], {
             name: len(part) for name, part in self.lows.items()
@@ -210,7 +245,9 @@ class _Kept:
             left = left[count:]
 
 
-_TENSORS = [f.name for f in fields(_Kept) if f.name not in ("graph", "q", "k", "v", "attended", "lows")]
+_ATTENTION, _MIXTURE = ("q", "k", "v", "attended"), ("routed", "mixed")
+"""Ends of graphs that are autograd's."""
+_TENSORS = [f.name for f in fields(_Kept) if f.name not in ("graph", "routes", "lows", *_ATTENTION, *_MIXTURE)]
 
 
 class _Found:
@@ -265,7 +302,7 @@ class _Layer(torch.autograd.Function):
         ctx: Any, residual: torch.Tensor, x: torch.Tensor, call: LayerCall, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         needed = any(ctx.needs_input_grad)
-        kept = _Kept(graph=needed and call.keep is not Keep.INPUT)
+        kept = _Kept(needed and call.keep is not Keep.INPUT, needed and call.keep is Keep.ALL)
         out = call.forward(residual, x, kept)
         if needed:
             away = call.keep is Keep.INPUT and call.offload is not None
@@ -273,7 +310,8 @@ class _Layer(torch.autograd.Function):
             held, ctx.counts = kept.pack(call.keep)
             ctx.save_for_backward(*([] if away else held))
             ctx.order = [id(t) for t in tensors]
-            ctx.attention = (kept.q, kept.k, kept.v, kept.attended) if kept.graph else None
+            ends = (*_ATTENTION[: 4 * kept.graph], *_MIXTURE[: 2 * kept.routes])
+            ctx.graphs = {name: getattr(kept, name) for name in ends}
             ctx.call, ctx.done = call, False
             ctx.set_materialize_grads(False)
         return out
@@ -285,7 +323,7 @@ class _Layer(torch.autograd.Function):
         call: LayerCall = ctx.call
         assert not ctx.done, "a layer's backward pass runs once"
         ctx.done = True
-        kept = _Kept(graph=True)
+        kept = _Kept(graph=True, routes=True)
         if ctx.offloaded is not None:
             assert call.offload is not None
             kept.residual = call.offload.take(ctx.offloaded)
@@ -294,8 +332,9 @@ class _Layer(torch.autograd.Function):
             (kept.residual,) = ctx.saved_tensors
         else:
             kept.unpack(ctx.saved_tensors, ctx.counts)
-            kept.q, kept.k, kept.v, kept.attended = ctx.attention
-            ctx.attention = None
+            for name, end in ctx.graphs.items():
+                setattr(kept, name, end)
+            ctx.graphs = None
         call.repeat(kept)
         found = _Found(call.gradients)
         dresidual, dx = call.backward(dend, dx.contiguous(), kept, found)

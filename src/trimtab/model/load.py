@@ -6,7 +6,7 @@ Mistakes that the name alone shows are reported before any weight is read.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -24,19 +24,22 @@ from trimtab.base.errors import ModelError
 from trimtab.base.suggestions import is_local
 from trimtab.config.schema import Model
 from trimtab.model.adapters import has_adapters, merged_state
-from trimtab.model.context import SERVED_LAYERS
+from trimtab.model.codes import quantise_layers
+from trimtab.model.context import HYBRIDS, served_layers
 from trimtab.model.names import inside_run, near_models
-from trimtab.model.quantised import quantise_layers
-from trimtab.model.stored_codes import folder_of, kind_stored, load_stored
+from trimtab.model.schemes import QUANTISED, Scheme, read_scheme
+from trimtab.model.stored import Stored
+from trimtab.model.stored_codes import folder_of, holds_plain_layers, kind_stored, load_stored
+from trimtab.model.text_part import experts_turned, sees, text_config, text_names
 from trimtab.model.transfer import host_state
+from trimtab.model.versions import STATES_ARE_HANDED
+from trimtab.model.with_vision import WHOLE, save_with_vision, whole_of
 
 logging.disable_progress_bar()  # Trimtab has its own view of a run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 WEIGHTS = ("*.safetensors", "*.bin")
 DOWNLOAD_AGAIN = "Download it again."
-DEQUANTISED_ON_LOADING = ("fp8", "mxfp4")
-"""Quantisation that transformers undoes on loading, where it has no kernels for it."""
 
 
 @dataclass(frozen=True)
@@ -89,14 +92,18 @@ def load_model(model: Model, device: torch.device) -> Any:
     """The model on its device, in its working type; its layers in codes where `model.base` says so, and else nothing."""
     source = find_source(model.path)
     dtype = resolve_dtype(model, device)
-    stored = None if source.gguf_file else _stored_codes(model, source)
-    if stored is not None:
-        return _load_codes(model, source, stored, dtype, device)
+    if (settings := _read_codes(model, source)) is not None:
+        return _load_codes(model, source, settings, dtype, device)
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": model.trust_remote_code, **source.options}
     if dtype == torch.float64:
         options["experts_implementation"] = "eager"  # the grouped matrix product has no float64 kernel
+    config, scheme, wrapped = _read_config(model)
     with _as_model_error(f"model.path: cannot load {model.path!r}", source.also):
-        loaded, report = AutoModelForCausalLM.from_pretrained(source.location, output_loading_info=True, **options)
+        if scheme is None and not wrapped:
+            found = AutoModelForCausalLM.from_pretrained(source.location, output_loading_info=True, **options)
+        else:
+            found = _load_stored(source.location, config, scheme, wrapped, options)
+    loaded, report = found
     missing = sorted(report["missing_keys"])
     if missing:
         raise ModelError(
@@ -106,26 +113,27 @@ def load_model(model: Model, device: torch.device) -> Any:
     _make_savable(loaded)
     if source.gguf_file:
         _forget_quantisation(loaded)
-    else:
-        _refuse_quantised(model, getattr(loaded.config, "quantization_config", None))
+    if wrapped and scheme is None:
+        setattr(loaded, WHOLE, source.location)
     return _put_in_place(model, loaded.to(dtype=dtype), device)
 
 
-def _stored_codes(model: Model, source: ModelSource) -> Any:
-    """What a checkpoint says of its codes, where they are to be read: as they are, under adapters, or as what they stand for."""
+def _read_codes(model: Model, source: ModelSource) -> Any:
+    """The settings of a checkpoint's codes, where these are read as they are or, of four bits, as what they stand for."""
+    if source.gguf_file:
+        return None
     with _as_model_error(f"model.path: cannot read the config of {model.path!r}", source.also):
         config = AutoConfig.from_pretrained(source.location, trust_remote_code=model.trust_remote_code)
-    settings = getattr(config, "quantization_config", None)
-    return settings if reads_codes(model, settings) else None
+    return getattr(config, "quantization_config", None) if reads_codes(model, config) else None
 
 
-def reads_codes(model: Model, settings: Any) -> bool:
-    """A checkpoint's codes are read here, not by transformers."""
-    return (
-        not model.trust_remote_code
-        and kind_stored(settings) is not None
-        and (model.lora is not None or model.base == "bf16")
-    )
+def reads_codes(model: Model, config: Any) -> bool:
+    """A checkpoint's codes stay as they are under adapters; nobody else reads four bits."""
+    kind = kind_stored(getattr(config, "quantization_config", None))
+    if kind is None or model.trust_remote_code or not holds_plain_layers(config):
+        return False
+    stays = model.lora is not None and model.base in ("auto", kind)
+    return stays or (kind == "4bit" and (model.lora is not None or model.base == "bf16"))
 
 
 def _load_codes(model: Model, source: ModelSource, settings: Any, dtype: torch.dtype, device: torch.device) -> Any:
@@ -143,6 +151,22 @@ def _put_in_place(model: Model, loaded: Any, device: torch.device) -> Any:
     if model.base in ("fp8", "4bit"):
         quantise_layers(loaded, model.base, device)
     return loaded.to(device=device)
+
+
+def _load_stored(
+    location: str, config: Any, scheme: Scheme | None, wrapped: bool, options: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    """A model from tensors that are read here: dequantised, and of the text part alone where there is another."""
+    stored = Stored(location, scheme, options["dtype"])
+    known = {name: value for name, value in options.items() if name != "trust_remote_code"}
+    with stored.opened() as tensors:
+        names = text_names(tensors) if wrapped else {name: name for name in tensors}
+        state = experts_turned({new: tensors[old] for old, new in names.items()}, config)
+        made = AutoModelForCausalLM._model_mapping[type(config)]
+        loaded, report = made.from_pretrained(None, config=config, state_dict=state, output_loading_info=True, **known)
+    with suppress(Exception):  # few models have none
+        loaded.generation_config = GenerationConfig.from_pretrained(location)
+    return loaded, report
 
 
 def load_tokenizer(model: Model) -> Any:
@@ -219,8 +243,18 @@ def _refuse_tokens_without_embedding(tokenizer: Any, model: Model, key: str) -> 
 
 
 def load_config(model: Model) -> Any:
-    """The architecture, without weights."""
-    source = find_source(model.path)
+    """The architecture of the language model, without weights: that of the text part, where there is another."""
+    return _read_config(model)[0]
+
+
+def scheme_of(model: Model) -> Scheme | None:
+    """How the checkpoint's weights are quantised; None: they are not, or are in a GGUF file."""
+    return _read_config(model)[1]
+
+
+def _read_config(model: Model) -> tuple[Any, Scheme | None, bool]:
+    """The language model's config, how its weights are stored, and whether they are those of a part."""
+    source, scheme = find_source(model.path), None
     with _as_model_error(f"model.path: cannot read the config of {model.path!r}", source.also):
         if source.gguf_file:
             file = Path(source.location, source.gguf_file).stat()
@@ -228,18 +262,30 @@ def load_config(model: Model) -> Any:
         else:
             config = AutoConfig.from_pretrained(source.location, trust_remote_code=model.trust_remote_code)
     if not source.gguf_file:
-        settings = getattr(config, "quantization_config", None)
-        if reads_codes(model, settings):
+        if reads_codes(model, config):
             del config.quantization_config
         else:
-            _refuse_quantised(model, settings, DEQUANTISED_ON_LOADING)
+            refuse_codes(model, getattr(config, "quantization_config", None))
+            scheme = read_scheme(model.path, vars(config)) or read_scheme(
+                model.path, vars(getattr(config, "text_config", config))
+            )
     remote = model.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if remote and scheme is not None:
+        raise ModelError(
+            f"model.path: {model.path!r} has code of its own and quantised weights ({scheme.words}), which Trimtab cannot put "
+            "together. Use the model's unquantised checkpoint."
+        )
+    wrapped = not remote and sees(config)
+    if wrapped:
+        config = text_config(model.path, config)
+    if scheme is not None:
+        _forget_quantisation(config)
     if type(config) not in AutoModelForCausalLM._model_mapping and not remote:
         raise ModelError(f"model.path: {model.path!r} is a {config.model_type} model, not a causal language model.")
     if not remote:
         made = AutoModelForCausalLM._model_mapping[type(config)]
         refuse_unsupported(made, made.__name__, config.get_text_config())
-    return config
+    return config, scheme, wrapped
 
 
 @lru_cache(maxsize=4)
@@ -248,33 +294,33 @@ def _read_gguf(source: ModelSource, changed: int, size: int) -> Any:
     return AutoConfig.from_pretrained(source.location, gguf_file=source.gguf_file)
 
 
-def _refuse_quantised(model: Model, found: Any, undone: Sequence[str] = ()) -> None:
-    """Refuse a checkpoint that says of itself how it is quantised, but for ways that may be undone on loading."""
-    method = found.get("quant_method") if isinstance(found, Mapping) else getattr(found, "quant_method", None)
-    if found is not None and method not in undone and kind_stored(found) is not None:
+def refuse_codes(model: Model, found: Any) -> None:
+    """Refuse a checkpoint in four bits that is to be trained whole as it is."""
+    if kind_stored(found) == "4bit":
         raise ModelError(
-            f"model.path: {model.path!r} holds quantised weights, which cannot be trained. Set model.lora to train adapters over "
-            "them as they are, or model.base: bf16 to train what they stand for."
-        )
-    if found is not None and method not in undone:
-        raise ModelError(
-            f"model.path: {model.path!r} holds quantised weights, which cannot be trained. Use the model's unquantised "
-            "checkpoint, or its GGUF file, which is dequantised on loading."
+            f"model.path: {model.path!r} holds quantised weights (bitsandbytes), which cannot be trained. Set model.lora to train "
+            "adapters over them as they are, or model.base: bf16 to train what they stand for."
         )
 
 
 def refuse_unsupported(made: Any, name: str, config: Any) -> None:
     """Refuse a model, or the class of one, that cannot be packed; `config` is that of its text."""
-    if not getattr(made, "_supports_attention_backend", False):
+    kind = getattr(config, "model_type", None)
+    if not getattr(made, "_supports_attention_backend", False) and kind not in HYBRIDS:
         raise ModelError(
             f"{name} does not use transformers' attention interface, so Trimtab cannot pack sequences "
             "for it without changing its result. Use a model whose class supports attention backends."
         )
-    kinds = set(getattr(config, "layer_types", None) or []) - SERVED_LAYERS
+    kinds = set(getattr(config, "layer_types", None) or []) - served_layers(kind)
     if kinds:
-        served = " and ".join(sorted(SERVED_LAYERS))
+        served = " and ".join(sorted(served_layers(kind)))
         raise ModelError(
             f"{name} has layers of kind {', '.join(sorted(kinds))}; Trimtab supports {served} layers only."
+        )
+    if kind in HYBRIDS and not STATES_ARE_HANDED:
+        raise ModelError(
+            f"{name} has layers that carry a state, which this version of transformers does not hand over. "
+            "Install transformers 5.22 or newer."
         )
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{name} is an encoder-decoder model; Trimtab trains decoder-only models.")
@@ -299,20 +345,33 @@ def declared_stops(model: Model, tokenizer: Any) -> list[int]:
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write a Hugging Face folder that loads anywhere, without a trace of how it was trained: adapters are merged in."""
+    """Write a Hugging Face folder that loads anywhere, without a trace of how it was trained: adapters are merged in, and a text
+    part is put back in the model that it came from."""
     folder.mkdir(parents=True, exist_ok=True)
     if has_adapters(model):
         state, model = merged_state(model), model.get_base_model()
     else:
-        state = host_state(model)
-    model.save_pretrained(folder, state_dict=state)
+        state = None
+    whole = whole_of(model)
+    if whole is None:
+        model.save_pretrained(folder, state_dict=host_state(model) if state is None else state)
+    else:
+        save_with_vision(model, model.state_dict() if state is None else state, whole, folder)
     tokenizer.save_pretrained(folder)
 
 
+def remember_whole(loaded: Any, model: Model) -> Any:
+    """Have a text part that is loaded from elsewhere, such as a checkpoint, saved as the model is that it came from."""
+    if scheme_of(model) is None and _read_config(model)[2]:
+        setattr(loaded, WHOLE, find_source(model.path).location)
+    return loaded
+
+
 def _forget_quantisation(loaded: Any) -> None:
-    """A GGUF file is dequantised on loading; what transformers notes of its past would keep the model from being saved."""
-    for owner in (loaded, loaded.config):
-        for name in ("hf_quantizer", "is_quantized", "quantization_method", "quantization_config", "_is_quantized"):
+    """What was dequantised on loading is like any other model; what transformers notes of its past would keep it from being
+    saved."""
+    for owner in (loaded, getattr(loaded, "config", loaded)):
+        for name in ("hf_quantizer", "is_quantized", "quantization_method", "_is_quantized", *QUANTISED):
             vars(owner).pop(name, None)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from trimtab.model.attention import Rules, causal_window, dense_attention
+from trimtab.model.recurrent import Mixer, PackedMixing
 from trimtab.model.transfer import to_device
 from trimtab.model.versions import grouped_varlen_attn
 
@@ -46,6 +47,11 @@ class PackedPlan:
             (before, length, len(list(same))) for (before, length), same in groupby(zip(self._before, lengths))
         ]
         self._masks: dict[tuple[int, int, int | None], torch.Tensor] = {}
+
+    @property
+    def prefixes(self) -> list[int | None]:
+        """The segment that each continues from."""
+        return self._prefixes
 
     @cached_property
     def longest(self) -> int:
@@ -104,13 +110,20 @@ class PackedPlan:
         parts = zip(q_THD.split(own), k_TKD.split(seen), v_TKD.split(seen))
         return torch.cat([self._rows(run, q, k, v, rules) for run, (q, k, v) in enumerate(parts)])
 
+    @cached_property
+    def _mixing(self) -> PackedMixing:
+        return PackedMixing(self.lengths, self._prefixes, self.device, take_rows)
+
+    def recur(self, mixer: Mixer, x_TE: torch.Tensor) -> torch.Tensor:
+        return self._mixing(mixer, x_TE)
+
     def _lay_out(self, x_TKD: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         return _take(x_TKD, seen, lambda: self._copies)
 
     @cached_property
     def _copies(self) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._keys_seen is not None
-        return _copies_of(self._keys_seen, sum(self.lengths))
+        return copies_of(self._keys_seen, sum(self.lengths))
 
     def _rows(self, run: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:
         """Neighbouring segments of equal length as the rows of one dense call."""
@@ -135,7 +148,7 @@ class PackedPlan:
 
 def take_rows(x_TX: torch.Tensor, rows_S: torch.Tensor) -> torch.Tensor:
     """Rows of x, some of them several times; on a GPU the gradients of such copies add up in float32, in order."""
-    return _take(x_TX, rows_S, lambda: _copies_of(rows_S, x_TX.shape[0]))
+    return _take(x_TX, rows_S, lambda: copies_of(rows_S, x_TX.shape[0]))
 
 
 def _take(
@@ -148,7 +161,7 @@ def _take(
     return x_TX.index_select(0, rows_S)
 
 
-def _copies_of(rows_S: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def copies_of(rows_S: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the copies of each of `count` rows lie: an order of all copies, and where in it each row's begin."""
     row, order = torch.sort(rows_S, stable=True)
     return order, torch.searchsorted(row, torch.arange(count + 1, device=rows_S.device))

@@ -19,9 +19,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from trimtab.model.codes import QuantisedLinear
+from trimtab.model.experts import expert_modules
 from trimtab.model.norms import OFFSET, ROUNDED, WIDE, HeadNorm, Norm, Rotary
 from trimtab.model.policy import Policy
-from trimtab.model.quantised import QuantisedLinear
 from trimtab.model.shapes import LayerShape
 from trimtab.model.sizes import BLOCK, FUSED_FAMILIES
 from trimtab.model.weights import WeightStore
@@ -155,6 +156,15 @@ def _side_by_side(store: WeightStore, tensors: Sequence[torch.Tensor]) -> torch.
 
 
 @dataclass(frozen=True)
+class DensePart:
+    """A feed-forward part that every token goes through."""
+
+    gate_up: Linears
+    activation: int
+    down: Linears
+
+
+@dataclass(frozen=True)
 class LayerParts:
     """One decoder layer; norms that an architecture lacks are None."""
 
@@ -166,12 +176,17 @@ class LayerParts:
     output: Linears
     after_attention: Norm | None
     before_mlp: Norm | None
-    gate_up: Linears
-    activation: int
-    down: Linears
+    dense: DensePart | None
+    mixture: nn.Module | None
+    """The layer's own module of router and experts (experts.py), where it has those instead of a dense part."""
     after_mlp: Norm | None
     factor: float
     """What is added to the residual is multiplied by this."""
+
+    @property
+    def linears(self) -> list[Linears]:
+        dense = [] if self.dense is None else [self.dense.gate_up, self.dense.down]
+        return [self.qkv, self.output, *dense]
 
 
 @dataclass(frozen=True)
@@ -245,10 +260,8 @@ def read_layer(
     sandwiched = norms["post_feedforward_layernorm"] is not None
     after_attention = norms["post_attention_layernorm"] if sandwiched else None
     before_mlp = norms["pre_feedforward_layernorm"] if sandwiched else norms["post_attention_layernorm"]
-    activation = ACTIVATIONS.get(type(getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None))).__name__)
-    if activation is None:
-        raise Unfusable(f"its feed-forward layers ({type(mlp).__name__}) have an activation without a kernel")
     joined = partial(_joined, store, linears)
+    mixture = mlp if expert_modules(mlp) else None
     return LayerParts(
         kind,
         shape,
@@ -258,12 +271,26 @@ def read_layer(
         joined(attention, ["o_proj"], ["dense"]),
         after_attention,
         before_mlp,
-        joined(mlp, ["gate_up_proj"], ["gate_proj", "up_proj"]),
-        activation,
-        joined(mlp, ["down_proj"]),
+        None if mixture is not None else _dense(mlp, joined),
+        mixture,
         norms["post_feedforward_layernorm"],
         float(getattr(layer, "residual_multiplier", 1.0)),
     )
+
+
+def _dense(mlp: nn.Module, joined: Callable[..., Linears]) -> DensePart:
+    activation = ACTIVATIONS.get(type(getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None))).__name__)
+    if activation is None:
+        raise Unfusable(f"its feed-forward layers ({type(mlp).__name__}) have an activation without a kernel")
+    gate_up = joined(mlp, ["gate_up_proj"], ["gate_proj", "up_proj"])
+    return DensePart(gate_up, activation, joined(mlp, ["down_proj"]))
+
+
+def run_mixture(mixture: nn.Module, x_TE: torch.Tensor) -> torch.Tensor:
+    """[T, E]: what a module of router and experts makes of a row."""
+    found = mixture(x_TE[None])
+    out: torch.Tensor = found[0] if isinstance(found, tuple) else found  # gpt-oss' gives its scores, too
+    return out.reshape(x_TE.shape)
 
 
 def _child(module: nn.Module, name: str) -> nn.Module:

@@ -20,19 +20,24 @@ from trimtab.base.errors import ModelError
 from trimtab.config.schema import Model
 from trimtab.model.activation_offload import ActivationOffload
 from trimtab.model.attention import ATTENTION_NAME, AttentionPlan
+from trimtab.model.codes import parameter_elements
 from trimtab.model.context import context_of
+from trimtab.model.experts import add_expert_gradients_to, use_grouped_experts
 from trimtab.model.gradients import Gradients
 from trimtab.model.head import Head
 from trimtab.model.keep import Keep
 from trimtab.model.load import building, load_config, refuse_unsupported
 from trimtab.model.memory import is_out_of_memory
 from trimtab.model.packed import PackedPlan
-from trimtab.model.quantised import parameter_elements
+from trimtab.model.recurrent import has_mixers, let_plans_mix
+from trimtab.model.sequence import SequenceGroup
 from trimtab.model.shapes import layer_shapes
 from trimtab.model.transfer import HostMemory
 from trimtab.model.weights import Unit, WeightStore
 
 PROBE_LENGTHS = [7, 12]
+PROBE_CUT = [4, 3, 5, 7]
+"""The same two, each as a prompt and what follows it."""
 OWN_MODULES = "the model's own modules"
 TOLERANCE_NATS = {torch.float64: 1e-5, torch.float32: 2e-3, torch.bfloat16: 0.35, torch.float16: 0.1}
 """How far two forward passes that should give the same log-probs may be apart (`distance`), by the type they compute in.
@@ -63,6 +68,8 @@ class Policy:
         """Where the parameters lie."""
         _disable_dropout(model)
         model.set_attn_implementation(ATTENTION_NAME)
+        let_plans_mix(self.body)
+        use_grouped_experts(model)
         self.head = self._head()
         self.description = OWN_MODULES
         """How packed rows run, and why not faster, in words for the user."""
@@ -75,6 +82,8 @@ class Policy:
         """Where gradients of half-precision parameters add up, where the policy is trained."""
         self.before_layer: Callable[[int], None] = lambda _: None
         """What a layer waits for, by its number: weights that arrive while others run."""
+        self.sequence: SequenceGroup | None = None
+        """Ranks that run the same rows, each its own tokens; None: this one runs whole rows."""
         self.layer_done: Callable[[int], None] | None = None
         """Called in a backward pass with the number of a layer whose gradients are complete."""
         if check:
@@ -142,6 +151,7 @@ class Policy:
     def add_gradients_to(self, gradients: Gradients) -> None:
         """From now on products may add gradients of half-precision parameters to these sums themselves."""
         self.gradients = gradients
+        add_expert_gradients_to(self.model, gradients)
 
     def offload_activations(self, away: bool) -> None:
         """From the next pass on the inputs of layers wait in host memory for the backward pass, or stay on the device."""
@@ -191,9 +201,9 @@ class Policy:
             self.fused_forward.forget()
 
     @torch.no_grad()
-    def probe(self) -> torch.Tensor:
-        """Log-probs of two short sequences in one row."""
-        plan = PackedPlan(PROBE_LENGTHS, self.device)
+    def probe(self, plan: PackedPlan | None = None) -> torch.Tensor:
+        """Log-probs of two short sequences in one row; with a plan, in the segments that it says."""
+        plan = plan or PackedPlan(PROBE_LENGTHS, self.device)
         hidden = self.hidden(torch.cat(self._probe_rows()), plan.positions, plan)
         return self.head.logits(hidden).log_softmax(-1)
 
@@ -210,6 +220,7 @@ class Policy:
             raise ModelError(f"{self.name} has no linear output head that Trimtab can compute log-probs from.")
         scale = float(getattr(self.config, "logit_scale", None) or 1.0)
         scale /= float(getattr(self.config, "logits_scaling", None) or 1.0)
+        scale *= float(getattr(self.config, "lm_head_multiplier", None) or 1.0)
         return Head(linear.weight, linear.bias, scale, getattr(self.config, "final_logit_softcapping", None))
 
     @torch.no_grad()
@@ -236,12 +247,16 @@ class Policy:
         self.model.eval()
         self.look_at_layers()
         with self._told_apart():
-            packed = self.probe()
+            packed = [self.probe()]
+            if has_mixers(self.body):  # a prompt's state is handed to its samples
+                packed.append(self.probe(PackedPlan(PROBE_CUT, self.device, prefixes=[None, 0, None, 2])))
         self.model.set_attn_implementation("eager")
+        use_grouped_experts(self.model, False)
         alone = [self.model(input_ids=row[None], use_cache=False).logits[0] for row in self._probe_rows()]
         self.model.set_attn_implementation(ATTENTION_NAME)
-        expected = torch.cat(alone).to(packed.dtype).log_softmax(-1)
-        worst = distance(packed, expected)
+        use_grouped_experts(self.model)
+        expected = torch.cat(alone).to(packed[0].dtype).log_softmax(-1)
+        worst = max((distance(found, expected) for found in packed), key=lambda gap: (math.isnan(gap), gap))
         if math.isnan(worst):
             named = [name for name, weight in self.model.named_parameters() if not torch.isfinite(weight).all()]
             where = f"{named[0]} holds values that are not finite" if named else "its weights overflow"
@@ -265,6 +280,7 @@ class WithoutAdapters:
 
     def __init__(self, policy: Policy) -> None:
         self._policy, self.head = policy, policy.head
+        self.sequence: SequenceGroup | None = None
 
     def present(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -282,6 +298,7 @@ class FromHost:
 
     def __init__(self, policy: Policy) -> None:
         self._policy, self.head, self._device = policy, policy.head, policy.device
+        self.sequence: SequenceGroup | None = None
         layers = list(getattr(policy.body, "layers", []))
         self._units = _in_order_of_use(policy.weights, layers)
         self._needed = [sum(at <= index + 1 for at, _ in self._units) for index in range(len(layers))]

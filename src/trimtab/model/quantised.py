@@ -1,215 +1,130 @@
-"""Weights of linear layers in 8 or 4 bits, frozen under adapters: how they are stored, and layers that compute with them.
+"""Checkpoints whose weights are stored in fewer bits: what a config says of how, and the weights themselves in full width.
 
-Layouts, both those of the libraries that write such checkpoints:
+Served: MXFP4 (`NAME_blocks` and `NAME_scales`, as gpt-oss is published), FP8 with a scale for each block or for the whole matrix
+(`weight_scale_inv`, as DeepSeek-V3 and Ministral 3 are), and compressed-tensors' `float-quantized` and `naive-quantized` (FP8
+with `weight_scale`). Everything else is refused by name (schemes.py), before a weight is read.
 
-    fp8     codes [O, I] uint8, the bits of float8 e4m3      scale [ceil(O / 128), ceil(I / 128)] float32
-            weight = code * scale of its block: DeepSeek's and transformers' `weight_scale_inv`
-    4bit    codes [ceil(O I / 2)] uint8, two a byte, the first in the high half, over the matrix row after row
-            scale [ceil(O I / 64)] float32, the largest absolute value of each 64, and 16 levels: bitsandbytes' NF4
-            weight = levels[code] * scale of its block
-
-Guarantees: engine and trainer compute with the same tensors, which are in memory once. What a layer computes with is
-`dequantised()`: the product of code and scale in float32, rounded once to the model's type; every path gives that product up to
-the order of sums, forward and for the gradient of the input. Any width is served: a block at an edge is cut. A quantised weight
-has no gradient, and the codes do not depend on the device that made them.
+Guarantee: a value is the product of what is stored and its scale, rounded once, to the type that was asked for.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Collection
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
-from trimtab.model.sizes import FOUR_BIT_BLOCK, FP8_BLOCK, MAX_QUANTISED_ELEMENTS
+from trimtab.base.errors import ModelError
+from trimtab.model.schemes import Scheme
 
-Kind = Literal["fp8", "4bit"]
-FP8_MOST = 448.0
-"""The largest number of e4m3."""
-NF4 = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
-"""Quantiles of a normal distribution (Dettmers et al. 2023, arXiv 2305.14314), as bitsandbytes has them."""
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""What four bits mean (E2M1)."""
+FP8_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+CHUNK_ELEMENTS = 2**25
+"""Most elements that are in float32 at a time."""
+SCALES = ("_scale_inv", "_scale")
+"""How the name of a scale ends that is otherwise its weight's."""
+IGNORED = (".activation_scale", ".input_scale", ".input_activation_scale", ".k_scale", ".v_scale", ".weight_shape")
+"""Scales of activations: nothing is computed in eight bits here."""
 
 
-class QuantisedLinear(nn.Linear):
-    """A linear layer whose weight is stored in codes. It is an nn.Linear for PEFT, which puts adapters beside it."""
+@dataclass(frozen=True)
+class StoredTensor:
+    """A weight as a checkpoint stores it: its own tensor and its scales, by the names that they have there."""
 
-    def __init__(
-        self, kind: Kind, shape: tuple[int, int], codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
-        dtype: torch.dtype, levels: torch.Tensor | None = None, block: tuple[int, int] = (FP8_BLOCK, FP8_BLOCK),
-    ) -> None:  # fmt: skip
-        """`dtype`: the model's. `levels`: of 4 bits. `block`: rows and columns that share a scale in 8 bits."""
-        nn.Module.__init__(self)
-        self.kind, self.computes_in = kind, dtype
-        self.out_features, self.in_features = shape
-        self.block = block
-        self.levels: nn.Parameter | None = None
-        self.weight = nn.Parameter(codes, requires_grad=False)
-        self.scale = nn.Parameter(scale, requires_grad=False)
-        if bias is None:
-            self.register_parameter("bias", None)
-        else:
-            self.bias = nn.Parameter(bias, requires_grad=False)
-        if kind == "4bit":
-            del self.levels
-            levels = torch.tensor(NF4) if levels is None else levels
-            self.levels = nn.Parameter(levels.to(codes.device), requires_grad=False)
+    name: str
+    """The weight's name in the model."""
+    values: str
+    scales: str | None = None
 
     @property
-    def count(self) -> int:
-        """Elements of the weight."""
-        return self.out_features * self.in_features
-
-    @torch.no_grad()
-    def dequantised(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The weight [O, I] that the layer computes with."""
-        dtype = dtype or self.computes_in
-        if self.weight.is_cuda:
-            from trimtab.model.kernels import quantised as kernels
-
-            return kernels.dequantise(self, dtype)
-        if self.kind == "fp8":
-            rows, columns = self.block
-            scale = self.scale.repeat_interleave(rows, 0)[: self.out_features]
-            scale = scale.repeat_interleave(columns, 1)[:, : self.in_features]
-            return (self.weight.view(torch.float8_e4m3fn).float() * scale).to(dtype)
-        codes = torch.stack((self.weight >> 4, self.weight & 15), 1).flatten()[: self.count]
-        assert self.levels is not None
-        values = self.levels.index_select(0, codes.int())
-        scale = self.scale.repeat_interleave(FOUR_BIT_BLOCK)[: self.count]
-        return (values * scale).view(self.out_features, self.in_features).to(dtype)
-
-    @torch.no_grad()
-    def product(self, x_TI: torch.Tensor, out_TO: torch.Tensor | None = None) -> torch.Tensor:
-        """x W^T, without the bias."""
-        if self._has_kernel(x_TI):
-            from trimtab.model.kernels import quantised as kernels
-
-            return kernels.product(self, x_TI, out_TO)
-        return torch.mm(x_TI, self.dequantised(x_TI.dtype).t(), out=out_TO)
-
-    @torch.no_grad()
-    def input_gradient(self, dout_TO: torch.Tensor) -> torch.Tensor:
-        """The gradient of x, given that of x W^T."""
-        if self._has_kernel(dout_TO):
-            from trimtab.model.kernels import quantised as kernels
-
-            return kernels.product(self, dout_TO, back=True)
-        return torch.mm(dout_TO, self.dequantised(dout_TO.dtype))
-
-    def _has_kernel(self, x: torch.Tensor) -> bool:
-        """Few rows: a kernel reads the codes once and makes each tile of the weight where it is used. For many rows the weight is
-        made whole, one matrix at a time, which costs little beside the product."""
-        if not x.is_cuda or x.dtype == torch.float64:
-            return False
-        from trimtab.model.kernels import quantised as kernels
-
-        return x.shape[0] <= kernels.MAX_ROWS
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = _Product.apply(x, self)
-        return out if self.bias is None else out + self.bias
-
-    @property
-    def stored(self) -> list[str]:
-        """The tensors that stand for the weight, by name."""
-        return [name for name, _ in self.named_parameters(recurse=False) if name != "bias"]
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, {self.kind}"
+    def parts(self) -> tuple[str, ...]:
+        return (self.values,) if self.scales is None else (self.values, self.scales)
 
 
-class _Product(torch.autograd.Function):
-    """Keeps nothing for the backward pass: the codes are there."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, linear: QuantisedLinear) -> torch.Tensor:
-        ctx.linear = linear
-        return linear.product(x.flatten(0, -2)).view(*x.shape[:-1], linear.out_features)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (dout,) = grads
-        dx = ctx.linear.input_gradient(dout.flatten(0, -2))
-        return dx.view(*dout.shape[:-1], ctx.linear.in_features), None
-
-
-@torch.no_grad()
-def quantised(linear: nn.Linear, kind: Kind, device: torch.device | None = None) -> QuantisedLinear:
-    """The layer with its weight in codes, made on `device` and left there."""
-    weight = linear.weight.to(device or linear.weight.device)
-    codes, scale = _to_fp8(weight) if kind == "fp8" else _to_4bit(weight)
-    bias = None if linear.bias is None else linear.bias.data.to(weight.device)
-    return QuantisedLinear(kind, (weight.shape[0], weight.shape[1]), codes, scale, bias, linear.weight.dtype)
+def stored_tensors(names: Collection[str], scheme: Scheme | None) -> list[StoredTensor]:
+    """The weights that these stored tensors make up, each with its scales."""
+    there, found = set(names), []
+    for name in sorted(there):
+        if scheme is None:
+            found.append(StoredTensor(name, name))
+        elif scheme.method == "mxfp4":
+            whole = name.removesuffix("_blocks")
+            if not name.endswith("_scales") or f"{name.removesuffix('_scales')}_blocks" not in there:
+                found.append(StoredTensor(whole, name, None if whole == name else f"{whole}_scales"))
+        elif not name.endswith((*SCALES, *IGNORED)):
+            scales = next((name + end for end in SCALES if name + end in there), None)
+            found.append(StoredTensor(name, name, scales))
+    missing = [one for one in found if one.scales is not None and one.scales not in there]
+    if missing:
+        raise ModelError(f"{missing[0].values} is stored without its scales, {missing[0].scales}. Download it again.")
+    return found
 
 
-def _to_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    codes, scales = [], []
-    rows = max(FP8_BLOCK, MAX_QUANTISED_ELEMENTS // weight.shape[1] // FP8_BLOCK * FP8_BLOCK)
-    for part in weight.split(rows):
-        high, wide = part.shape
-        padded = F.pad(part.float(), (0, -wide % FP8_BLOCK, 0, -high % FP8_BLOCK))
-        blocks = padded.unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))  # [b, 128, c, 128]
-        most = blocks.abs().amax((1, 3))
-        scale = torch.where(most > 0, most / FP8_MOST, 1.0)
-        found = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn).view(torch.uint8)
-        codes.append(found.flatten(2).flatten(0, 1)[:high, :wide])
-        scales.append(scale)
-    return torch.cat(codes).contiguous(), torch.cat(scales)
+def in_full(
+    stored: StoredTensor, values: torch.Tensor, scales: torch.Tensor | None, scheme: Scheme | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """The weight in full width; one that is not quantised stays as it is."""
+    if scales is None:
+        if values.dtype in FP8_TYPES:
+            raise ModelError(f"{stored.values} is stored in eight bits without its scales. Download it again.")
+        return values
+    assert scheme is not None
+    if scheme.method == "mxfp4":
+        return from_mxfp4(values, scales, dtype)
+    if values.dtype not in FP8_TYPES:
+        raise ModelError(
+            f"{stored.values} has scales and is stored as {str(values.dtype).removeprefix('torch.')}; Trimtab reads "
+            "scaled weights in float8_e4m3fn and float8_e5m2. Use the model's unquantised checkpoint."
+        )
+    return from_fp8(stored.values, values, scales, scheme.block, dtype)
 
 
-def _to_4bit(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    levels = torch.tensor(NF4, device=weight.device)
-    between = (levels[1:] + levels[:-1]) / 2
-    codes, scales = [], []
-    for part in weight.flatten().split(
-        MAX_QUANTISED_ELEMENTS
-    ):  # of which only the last may end within a block or a byte
-        count = part.numel()
-        blocks = F.pad(part.float(), (0, -count % FOUR_BIT_BLOCK)).view(-1, FOUR_BIT_BLOCK)
-        scale = blocks.abs().amax(1)
-        relative = blocks / torch.where(scale > 0, scale, 1.0)[:, None]
-        found = torch.bucketize(relative, between, out_int32=True).to(torch.uint8).flatten()[: count + count % 2]
-        codes.append((found[::2] << 4) | found[1::2])
-        scales.append(scale)
-    return torch.cat(codes), torch.cat(scales)
+def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[..., inputs, rows] from [..., rows, G, 16] pairs of four bits and [..., rows, G] exponents of two with a bias of 127.
+
+    Expert weights are stored by outputs and used by inputs, as transformers keeps them: the last two dimensions change places."""
+    *front, rows, groups, width = blocks.shape
+    if scales.shape != blocks.shape[:-1] or blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
+        raise ModelError(
+            f"MXFP4 blocks of shape {tuple(blocks.shape)} and scales of shape {tuple(scales.shape)} do not belong together."
+        )
+    values = torch.tensor(FP4_VALUES, dtype=torch.float32, device=blocks.device)
+    flat, exponents = blocks.reshape(-1, rows, groups, width), scales.reshape(-1, rows, groups)
+    out = torch.empty((flat.shape[0], groups * width * 2, rows), dtype=dtype, device=blocks.device)
+    step = max(1, CHUNK_ELEMENTS // (groups * width * 2))
+    for one, exponent, whole in zip(flat, exponents, out):
+        for first in range(0, rows, step):
+            part = one[first : first + step]
+            pair = torch.stack((values[(part & 15).long()], values[(part >> 4).long()]), -1).flatten(-2)
+            pair = torch.ldexp(pair, exponent[first : first + step, :, None].to(torch.int32) - 127)
+            whole[:, first : first + step] = pair.flatten(1).t()
+    return out.view(*front, groups * width * 2, rows)
 
 
-def quantised_names(model: nn.Module) -> list[str]:
-    """The linear layers that are quantised: those of decoder layers. Embedding, norms and head are left alone."""
-    decoder = model.get_decoder()  # type: ignore[operator]
-    layers = {id(m) for layer in decoder.layers for m in layer.modules()}
-    return [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and id(m) in layers]
-
-
-def quantise_layers(model: nn.Module, kind: Kind, device: torch.device) -> None:
-    """Put codes in the place of the weights of a model's decoder layers, one matrix after the other."""
-    for name in quantised_names(model):
-        put(model, name, quantised(model.get_submodule(name), kind, device))  # type: ignore[arg-type]
-
-
-def put(model: nn.Module, name: str, linear: QuantisedLinear) -> None:
-    """Put a layer in the place of the one of that name."""
-    above, _, last = name.rpartition(".")
-    setattr(model.get_submodule(above), last, linear)
-
-
-def parameter_elements(model: nn.Module) -> int:
-    """Parameters of a model: of a quantised weight, how many numbers it stands for."""
-    codes = [m for m in model.modules() if isinstance(m, QuantisedLinear)]
-    stored = {id(getattr(m, name)): m.count if name == "weight" else 0 for m in codes for name in m.stored}
-    return sum(stored.get(id(p), p.numel()) for p in model.parameters())
-
-
-def whole_weight(linear: nn.Linear) -> torch.Tensor:
-    """The weight of a linear layer as it computes, a copy where it is stored in codes."""
-    return linear.dequantised() if isinstance(linear, QuantisedLinear) else linear.weight
-
-
-def codes_of(model: nn.Module) -> str:
-    """How a model's layers are stored: plain, fp8 or 4bit."""
-    return next((m.kind for m in model.modules() if isinstance(m, QuantisedLinear)), "plain")
+def from_fp8(
+    name: str, values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int] | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """The weight from eight bits and scales: one for each block, one for each row, or one."""
+    wide = (scales.to(torch.float32) - 127.0).exp2() if scales.dtype == torch.uint8 else scales.to(torch.float32)
+    rows, columns = values.shape[-2:]
+    if wide.numel() == 1:
+        wide, high, across = wide.reshape(1, 1), rows, columns
+    elif wide.ndim == 1 and wide.shape[0] == rows:
+        wide, high, across = wide[:, None], 1, columns
+    elif wide.shape[-2:] == (rows, 1) and block is None:
+        high, across = 1, columns
+    elif block is not None and wide.shape[-2:] == (-(-rows // block[0]), -(-columns // block[1])):
+        high, across = block
+    else:
+        grid = "" if block is None else f" in blocks of {block[0]} x {block[1]}"
+        raise ModelError(f"{name} of shape {tuple(values.shape)} has scales of shape {tuple(scales.shape)}{grid}.")
+    out = torch.empty(values.shape, dtype=dtype, device=values.device)
+    grid_of = wide.expand(*values.shape[:-2], *wide.shape[-2:]).reshape(-1, *wide.shape[-2:])
+    step = max(high, CHUNK_ELEMENTS // columns // high * high)
+    for one, scale, whole in zip(values.reshape(-1, rows, columns), grid_of, out.view(-1, rows, columns)):
+        for first in range(0, rows, step):
+            last = min(rows, first + step)
+            part = scale[first // high : -(-last // high)].repeat_interleave(high, 0)[: last - first]
+            whole[first:last] = one[first:last].to(torch.float32) * part.repeat_interleave(across, 1)[:, :columns]
+    return out

@@ -7,14 +7,16 @@ several times, of which a cache would keep the last.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol
 
 import torch
 
 from trimtab.base.errors import ModelError
 from trimtab.model.attention import AttentionPlan, Rules
-from trimtab.model.context import config_of_layer
+from trimtab.model.context import TOKENWISE_LAYERS, config_of_layer
 from trimtab.model.packed import PackedPlan
+from trimtab.model.recurrent import Mixer, State
 
 
 class ShapedModel(Protocol):
@@ -47,12 +49,35 @@ class LayerShape:
         return (self.key[0] * self.key[1] + self.value[0] * self.value[1]) * itemsize
 
 
+@dataclass(frozen=True)
+class StateShape:
+    """What one layer carries for one sequence."""
+
+    conv: tuple[int, ...]
+    conv_dtype: torch.dtype
+    recurrent: tuple[int, ...] | None
+    recurrent_dtype: torch.dtype
+
+    @classmethod
+    def of(cls, state: State) -> StateShape:
+        """The shape of a state of one sequence."""
+        found = state.conv if state.recurrent is None else state.recurrent
+        shape = None if state.recurrent is None else tuple(found.shape[1:])
+        return cls(tuple(state.conv.shape[1:]), state.conv.dtype, shape, found.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        recurrent = 0 if self.recurrent is None else prod(self.recurrent) * self.recurrent_dtype.itemsize
+        return prod(self.conv) * self.conv_dtype.itemsize + recurrent
+
+
 class _ShapeProbe(PackedPlan):
-    """Runs as usual and notes the key and value shapes of each layer."""
+    """Runs as usual and notes the key and value shapes of each layer, and what it carries."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__([1], device)
         self.shapes: dict[int, LayerShape] = {}
+        self.states: dict[int, StateShape] = {}
 
     def attend(
         self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rules: Rules
@@ -63,25 +88,46 @@ class _ShapeProbe(PackedPlan):
         self.shapes[layer] = LayerShape(key, value, q_THD.shape[1], rules)
         return super().attend(layer, q_THD, k_TKD, v_TKD, rules)
 
+    def recur(self, mixer: Mixer, x_TE: torch.Tensor) -> torch.Tensor:
+        if mixer.layer_idx in self.states:
+            raise ModelError(f"its layer {mixer.layer_idx} carries more than one state")
+        out_NLE, state = mixer.mix(x_TE[None], None)
+        self.states[mixer.layer_idx] = StateShape.of(state)
+        return out_NLE.squeeze(0)
+
 
 @torch.no_grad()
 def layer_shapes(policy: ShapedModel) -> dict[int, LayerShape]:
     """What the model really stores, seen in a one-token forward: right for any head layout, with no table of architectures."""
+    return _look(policy).shapes
+
+
+@torch.no_grad()
+def state_shapes(policy: ShapedModel) -> dict[int, StateShape]:
+    """What the layers that carry a state carry for a sequence; empty for most models."""
+    return _look(policy).states
+
+
+def _look(policy: ShapedModel) -> _ShapeProbe:
     if not all(getattr(module, "is_causal", True) for module in policy.body.modules()):
         raise ModelError("its attention is not causal (tokens see later tokens)")
     probe = _ShapeProbe(policy.device)
     policy.hidden(torch.zeros(1, dtype=torch.int64, device=policy.device), probe.positions, probe)
-    _refuse_silent_layers(policy, probe.shapes)
-    return probe.shapes
+    _refuse_silent_layers(policy, probe.shapes, probe.states)
+    return probe
 
 
-def _refuse_silent_layers(policy: ShapedModel, shapes: dict[int, LayerShape]) -> None:
+def _refuse_silent_layers(policy: ShapedModel, shapes: dict[int, LayerShape], states: dict[int, StateShape]) -> None:
     """Layers that mix tokens by other means than attention, or in a window that they do not speak of."""
     config = policy.config
     layers = getattr(config, "num_hidden_layers", None) or 0
-    if len(shapes) < layers:
-        raise ModelError(f"{layers - len(shapes)} of its {layers} layers do not use attention")
+    if not shapes:
+        raise ModelError("none of its layers attends, and Trimtab serves states beside keys and values only")
     kinds = getattr(config, "layer_types", None)
+    alone = [kinds[index] in TOKENWISE_LAYERS for index in range(layers)] if kinds else [False] * layers
+    silent = layers - len(shapes.keys() | states.keys()) - sum(alone)
+    if silent > 0:
+        raise ModelError(f"{silent} of its {layers} layers do not use attention")
     windows = [getattr(config_of_layer(config, index), "sliding_window", None) for index in range(layers)]
     window = min((window for window in windows if window), default=policy.context_tokens)
     used = getattr(config, "use_sliding_window", True) and (kinds is None or "sliding_attention" in kinds)

@@ -118,9 +118,9 @@ class ShardedPolicy(Policy):
         yield
         self.reshard()
 
-    def probe(self) -> torch.Tensor:
+    def probe(self, plan: PackedPlan | None = None) -> torch.Tensor:
         with self._then_reshard():
-            return super().probe()
+            return super().probe(plan)
 
     def reshard(self) -> None:
         """Give up what is gathered. No collective."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-FUSED_FAMILIES = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite"}
+FUSED_FAMILIES = {
+    "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite", "qwen3_moe", "mixtral", "qwen2_moe",
+}  # fmt: skip
 """Model families (`model_type`) that have fused layers (model/parts.py)."""
 TOKEN_SUM_PROGRAMS = 2112
 """Most Triton programs of a kernel that sums over tokens (model/kernels/train.py): 16 for each multiprocessor of an H200."""
@@ -25,4 +27,10 @@ Without this limit, one layer of a large model would take half a GiB."""
 MAX_QUANTISED_ELEMENTS = 2**22
 """Elements that are put into codes at a time: what is made on the way takes several times their memory."""
 FP8_BLOCK, FOUR_BIT_BLOCK = 128, 64
-"""Rows and columns that share a scale in 8 bits, and elements that share one in 4 (model/quantised.py)."""
+"""Rows and columns that share a scale in 8 bits, and elements that share one in 4 (model/codes.py)."""
+
+
+def prompt_slots(rows: int) -> int:
+    """Slots that the native engine has for what layers carry at the end of prompts, beside those of its rows: as many prompts may
+    be filled, or wait to be forked."""
+    return min(rows, 8 + rows // 4)

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from trimtab.base.errors import ModelError
-from trimtab.model.quantised import Kind, QuantisedLinear, put, quantised_names
+from trimtab.model.codes import Kind, QuantisedLinear, put, quantised_names
 from trimtab.model.sizes import FOUR_BIT_BLOCK, FP8_BLOCK
 
 FP8_SCALE = "_scale_inv"
@@ -37,6 +37,12 @@ def kind_stored(settings: Any) -> Kind | None:
         return "fp8"
     four = found.get("load_in_4bit") or found.get("_load_in_4bit")
     return "4bit" if method == "bitsandbytes" and four else None
+
+
+def holds_plain_layers(config: Any) -> bool:
+    """The model is a language model alone, and its layers are plain linear ones: no experts, no latent attention."""
+    stacks = ("num_local_experts", "num_experts", "n_routed_experts", "kv_lora_rank")
+    return getattr(config, "text_config", None) is None and not any(getattr(config, name, None) for name in stacks)
 
 
 def load_stored(folder: Path, config: Any, settings: Any, dtype: torch.dtype, plain: bool) -> Any:

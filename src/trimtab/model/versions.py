@@ -13,9 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.attention.varlen import varlen_attn
+from transformers import Cache
 
 VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """Not in torch 2.11."""
+
+STATES_ARE_HANDED = hasattr(Cache, "get_conv_state")
+"""Layers that carry a state ask a cache for it and give it back (recurrent.py). Older transformers reach into their own cache."""
 
 
 def grouped_varlen_attn(
@@ -92,6 +96,15 @@ def wait_at_most(timeout: timedelta, group: Any) -> None:
 def abort_process_group() -> None:
     """End all collectives that are under way, from another thread; torch has no public name for it."""
     dist.distributed_c10d._abort_process_group()
+
+
+def collective_trace(backend: str) -> bytes | None:
+    """What torch's flight recorder has of this process's collectives, as JSON; None where it has none. May be called while one
+    hangs. NCCL has a recorder of its own; older torch has none for gloo."""
+    name = "_dump_nccl_trace_json" if backend == "nccl" else "_dump_fr_trace_json"
+    dump = getattr(torch._C._distributed_c10d, name, None)
+    found: bytes | str | None = None if dump is None else dump()
+    return found.encode() if isinstance(found, str) else found
 
 
 def reset_fsdp(units: Sequence[Any]) -> None:

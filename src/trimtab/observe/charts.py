@@ -189,7 +189,7 @@ SPEED = (
            ChartLine(None, prefix="reward/*/wait_s")), "s", "", stages=(RL,), zero=True),
     Chart("useful", "Useful work: samples", "speed",
           (*_lines("run/samples=sampled", "run/samples_trained=trained",
-                  "run/samples_without_gradient=without gradient"), ChartLine(None, prefix="run/dropped_")), "samples",
+                  "run/samples_without_gradient=no gradient, so no pass"), ChartLine(None, prefix="run/dropped_")), "samples",
           "Sampled = trained + dropped.", stages=(RL,), zero=True),
     Chart("throughput", "Tokens per second of a whole step", "speed", _lines("throughput/tokens_per_s"), "tokens/s", "",
           zero=True),

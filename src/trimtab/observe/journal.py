@@ -78,6 +78,11 @@ class Journal:
         if self._pulse is not None:
             self._pulse.phase(name, what)
 
+    @property
+    def doing(self) -> tuple[str | None, int | None]:
+        """The phase, and the step that is under way."""
+        return (None if self._pulse is None else self._pulse.doing), self.events.step
+
     def take_cost_s(self) -> float:
         """Processor seconds of the thread that watches, since the last call."""
         return 0.0 if self._pulse is None else self._pulse.take_cost_s()

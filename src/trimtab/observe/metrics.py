@@ -62,7 +62,7 @@ def update_metrics(done: list[UpdateStats]) -> dict[str, float]:
     """Ratio and clipping over all updates of the step; entropy, KL and the engine's gap of the first, before any change."""
     tokens = sum(stats.tokens for stats in done)
     microbatches = sum(stats.microbatches for stats in done)
-    room = sum(stats.microbatches * stats.token_budget for stats in done)
+    room = sum(stats.microbatches * stats.token_budget * stats.row_ranks for stats in done)
 
     def over_all(name: str) -> float:
         return sum(float(stats.sums[name]) for stats in done) / max(1, tokens)

@@ -34,7 +34,7 @@ def plan_view(
     parts: list[RenderableType] = [_facts(plan, profile), Text(), _bars(plan), Text(), _components(plan), Text()]
     if not plan.fits:
         parts.append(Text("The run does not fit, even with these minimum memory settings:", style="red"))
-    parts.append(choices_table([(c.key, c.value, c.why) for c in plan.choices]))
+    parts.append(choices_table([(c.key, c.value, c.why) for c in plan.choices if _concerns(c.key, plan)]))
     parts += [Text(), _times(plan, offers)] if plan.fits else []
     title = f"Plan of {of}" if of else "Plan"
     title += "" if plan.fits else ": does not fit"
@@ -46,6 +46,11 @@ def plan_view(
         border_style="cyan" if plan.fits else "red",
         expand=False,
     )
+
+
+def _concerns(key: str, plan: Plan) -> bool:
+    """Devices that only generate have no update to decide for."""
+    return plan.job.training or key.startswith(("run.rollout.", "run.engine", "run.kernels", "run.threads"))
 
 
 def _facts(plan: Plan, profile: str) -> Table:

@@ -53,6 +53,10 @@ class Pulse:
         self._spans.progress = None
         self._doing = (name or "idle", self._clock(), what)
 
+    @property
+    def doing(self) -> str | None:
+        return self._doing[0]
+
     def start(self) -> None:
         self.write()
         self._thread = threading.Thread(target=self._watch, name="trimtab-pulse", daemon=True)

@@ -30,6 +30,8 @@ class MicroBatchSize:
     """Prompts and samples."""
     pairs: int = 0
     """Pairs of a query and a key, over all segments."""
+    row: int = 0
+    """Tokens of the whole row, of which these are what one of several ranks has; 0: they are all."""
 
     @classmethod
     def of_groups(cls, groups: int, prompt: int, samples: int, completion: int) -> MicroBatchSize:
@@ -98,6 +100,7 @@ def _kept_by_modules(shape: ModelShape, block: Block, row: MicroBatchSize, path:
     heads = (
         s * (block.projected + block.attended) + 4 * block.heads + (2 * s * block.projected if block.head_norm else 0)
     )
+    heads += 0 if block.mixing is None else block.mixing.kept_bytes(s)
     wide = (3 if path.liger else 4) * s * block.used_width + (2 * s * E * block.experts_used if block.experts else 0)
     return 0 if path.away else T * (norms + heads + wide + 7 * s * path.rank) + _keys_and_scores(block, row, s)
 
@@ -105,7 +108,18 @@ def _kept_by_modules(shape: ModelShape, block: Block, row: MicroBatchSize, path:
 def _keys_and_scores(block: Block, row: MicroBatchSize, itemsize: int) -> int:
     """Bytes of keys and values laid out for every segment, and of scores where no fused kernel computes the attention."""
     laid_out = itemsize * block.kv_elements * row.seen if row.seen != row.tokens else 0
+    if row.row:  # queries, keys, values and results as they were exchanged
+        laid_out += itemsize * (block.projected + block.attended) * row.tokens
     return laid_out + (row.pairs * block.heads * _score_bytes(itemsize) if block.dense else 0)
+
+
+def _exchanged(block: Block, row: MicroBatchSize, itemsize: int) -> int:
+    """Bytes of what ranks that share a row exchange in a layer, at a time: what is sent, what is received, and their gradients;
+    or the keys and values of the whole row, and theirs."""
+    if not row.row:
+        return 0
+    tokens = 4 * (block.projected + block.attended) * row.tokens
+    return itemsize * max(tokens, 2 * block.kv_elements * row.row)
 
 
 def _score_bytes(itemsize: int) -> int:
@@ -123,10 +137,12 @@ def backward_of_layer(shape: ModelShape, block: Block, row: MicroBatchSize, path
     elif path.recompute == "some":
         again = T * (2 * s * E + 2 * s * F + 2 * s * path.rank)
     scores = _score_bytes(s) * block.heads * row.pairs if block.dense and not again else 0
-    keys = s * block.kv_elements * row.seen
+    keys = s * block.kv_elements * row.seen + _exchanged(block, row, s)
     if not path.fused:
         feed_forward = T * (3 * s * E + 2 * s * F)
         attention = T * (4 * s * E + 3 * s * block.projected) + 3 * keys
+        # Gradients of what a chunk keeps exist beside it, for one operation after the other.
+        attention += 0 if block.mixing is None else T * block.mixing.kept_bytes(s) // 2
         return again + max(feed_forward, attention + scores)
     feed_forward = T * (2 * s * E + 4 * E + 4 * s * F)
     norm = T * (3 * s * E + 8 * E) + 4 * E * min(T, TOKEN_SUM_PROGRAMS) * (2 if block.sandwich else 1)
@@ -169,9 +185,10 @@ def update_peak(shape: ModelShape, row: MicroBatchSize, path: UpdatePath) -> dic
 def score_peak(shape: ModelShape, row: MicroBatchSize, path: UpdatePath) -> dict[str, int]:
     """The same for a pass without gradients: a layer or two at a time, and the head's forward pass."""
     T, E, s = row.tokens, shape.hidden, path.itemsize
-    block = max(shape.kinds, key=lambda b: b.projected + 2 * b.used_width)
+    block = max(shape.kinds, key=lambda b: (b.mixing is not None, b.projected + 2 * b.used_width))
     full = UpdatePath(s, path.fused, False, path.chunk, path.tiled_head, path.rank)
     work = kept_by_layer(shape, block, row, full) + T * (4 + s) * E + T * s * block.used_width
+    work += _exchanged(block, row, s)
     rows, _ = head(shape, row, path)
     chunk = min(path.chunk, row.predicted)
     logits = (

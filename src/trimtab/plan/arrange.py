@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trimtab.config.placement import groups_of_roles
+from trimtab.config.row_ranks import of_roles
 from trimtab.config.run import Run
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.place import place_over, plan_on
@@ -76,9 +77,8 @@ class Arrangement:
 
     @property
     def built(self) -> bool:
-        """This version can run it: all together, or rollout alone on devices of its own."""
-        apart = [group.roles for group in self.groups if "actor" not in group.roles]
-        return self.kind == "colocated" or apart == [("rollout",)]
+        """This version can run it: rollout is alone on its devices, or with the actor."""
+        return self.kind == "colocated" or "actor" in self.rollout.roles or self.rollout.roles == ("rollout",)
 
     @property
     def trainer(self) -> RoleGroup:
@@ -148,7 +148,7 @@ def _why(chosen: Arrangement, others: list[Arrangement], asked: str) -> str:
         return "the fastest of the split placements that fit"
     rivals = [one for one in others if one.staleness == chosen.staleness and one.kind != chosen.kind]
     if not rivals:
-        return "roles take turns on the same devices" if chosen.kind == "colocated" else "no other placement fits"
+        return "roles take turns on the same devices" if chosen.kind == "colocated" else "colocated does not fit"
     gain = rivals[0].times.total / chosen.times.total
     if chosen.kind == "colocated":
         if gain < 1:
@@ -230,6 +230,8 @@ class _Search:
             values: dict[str, object] = {"devices": devices, "placement": "split"}
             if "actor" not in roles or devices == 1:
                 values |= {"shard": "auto", "shard_devices": "auto"}
+            if "actor" not in roles:
+                values |= {"sequence_parallel": of_roles(self.run, roles)}
             if "rollout" not in roles:
                 values |= {"engine": "native", "rollout.tensor_parallel": 1}
             self.plans[key] = RoleGroup(

@@ -13,6 +13,7 @@ from typing import Any
 from trimtab.base.errors import ConfigError, Problem
 from trimtab.base.files import write_json
 from trimtab.base.package import VERSION, installed_version
+from trimtab.config.row_ranks import longest_here
 from trimtab.config.run import Run
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.ledger import GIB
@@ -76,7 +77,12 @@ def recall(job: Job, machine: Machine, run: Run) -> dict[str, Any] | None:
         }
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
-    return found if found["token_budget"] >= job.longest_trained and found["max_sequences"] >= 1 else None
+    return (
+        found
+        if found["token_budget"] >= longest_here(run, job.longest_trained, "token_budget")
+        and found["max_sequences"] >= 1
+        else None
+    )
 
 
 def applied(run: Run, found: dict[str, Any]) -> tuple[Run, dict[str, int]]:

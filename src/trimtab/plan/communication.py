@@ -8,15 +8,17 @@
 A backward pass hides what is begun while it runs: under `full` always, elsewhere with `run.overlap`. In the first three that is
 the sum of layers and head inside a set of parts, in the last backward pass of a step (`gradients`: in each). The embedding is
 done when the pass is, and weights are gathered after the optimizer has stepped.
+Ranks that share micro-batches exchange queries, keys and values in every layer, whatever else is in parts.
 Where there are several sets of parts, what is scattered inside a set is then added up between them. Adapters are added up whole.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from trimtab.model.sequence_way import cheaper_way, exchanged
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.links import groups_of
+from trimtab.plan.links import groups_of, row_group
 from trimtab.plan.placement import Placement
 from trimtab.plan.shape import ModelShape
 
@@ -61,12 +63,16 @@ class Passes:
 
 
 def communication(
-    job: Job, machine: Machine, place: Placement, update: Passes, scoring: Passes, overlap: bool = True
-) -> Communication:
-    """`scoring`: all passes without gradients. `overlap`: of the run."""
+    job: Job, machine: Machine, place: Placement, update: Passes, scoring: Passes, overlap: bool = True,
+    recompute: bool = False,
+) -> Communication:  # fmt: skip
+    """`scoring`: all passes without gradients. `overlap`: of the run. `recompute`: layers run again in the backward pass."""
     if place.devices == 1:
         return NO_COMMUNICATION
     found = _of_model(job, job.shape, machine, place, update, scoring, overlap)
+    if place.rows.most > 1:
+        shared = of_shared_rows(job, machine, place, update.count, scoring.count, recompute)
+        found = replace(found, score=found.score + shared.score, update=found.update + shared.update)
     if job.critic is not None:
         critic = _of_model(job, job.critic, machine, place, update, Passes(0, 0.0), overlap)
         found = Communication(
@@ -103,6 +109,33 @@ def _of_model(
     if place.shard == "gradients":
         return Communication(update=job.epochs * update.count * scattered, optimizer=_once(job, after))
     return Communication(optimizer=_once(job, scattered + after))
+
+
+def of_shared_rows(
+    job: Job, machine: Machine, place: Placement, updates: int, scorings: int, recompute: bool
+) -> Communication:
+    """What ranks that share micro-batches exchange for attention, which nothing hides. `updates`, `scorings`: micro-batches."""
+    rows, backward = place.rows, 3 if recompute else 2
+
+    def seconds(shape: ModelShape, ranks: int, passes: int, count: int) -> float:
+        if ranks == 1 or not count:
+            return 0.0
+        length = round(job.typical_prompt + job.expected_completion)
+        way = cheaper_way(shape.attention_sizes, ranks, [length], [None], job.itemsize)
+        elements = sum(size.layers * exchanged(way, size, ranks) for size in shape.attention_sizes)
+        tokens = job.expected_row.tokens * ranks / place.devices
+        calls = (2 if way == "heads" else 1) * shape.layers * count
+        return passes * row_group(machine, ranks).half_s(tokens * elements * job.itemsize, calls)
+
+    old, others = int(job.old_logprobs), int(job.compared)
+    kinds = max(1, old + others + int(job.critic is not None))
+    score = old * seconds(job.shape, rows.policy, 1, scorings // kinds)
+    score += others * seconds(job.shape, rows.reference, 1, scorings // kinds)
+    update = seconds(job.shape, rows.policy, backward, updates) if job.training else 0.0
+    if job.critic is not None:
+        score += seconds(job.critic, rows.critic, 1, scorings // kinds)
+        update += seconds(job.critic, rows.critic, backward, updates)
+    return Communication(score, job.epochs * update)
 
 
 def _once(job: Job, seconds: float) -> float:

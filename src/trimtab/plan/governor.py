@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from trimtab.config.run import Recompute
 from trimtab.plan.ledger import GIB, NOT_METERED
 from trimtab.plan.planner import Plan, recompute_when_wider, useful_tokens
+from trimtab.plan.rows import least_budget
 from trimtab.plan.rules import GRAIN_TOKENS, MAX_USEFUL_BUDGET_TOKENS
 
 RAISE_FACTOR, LOWER_FACTOR = 1.25, 0.8
@@ -64,7 +65,7 @@ class Governor:
         self._waited = self._waited + 1 if metrics.get("run/device_behind", 1.0) < WAITING_BELOW_SHARE else 0
         if peak > self._limit:
             lower = max(
-                self.plan.job.longest_trained,
+                least_budget(self.plan.job, self.plan.place.rows),
                 int(LOWER_FACTOR * largest) // GRAIN_TOKENS * GRAIN_TOKENS,
             )
             return Move(lower, now.recompute) if lower < now.budget else None

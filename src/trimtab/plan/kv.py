@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from trimtab.config.known import ResolvedRun
 from trimtab.config.run import Run
+from trimtab.model.sizes import prompt_slots
 from trimtab.plan.job import Job
+
+STATES = "states of layers"
+"""What layers other than attention carry for every sequence, of fixed size."""
 
 
 def least_kv_bytes(job: Job, run: Run, sequences: int, page_tokens: int) -> int:
@@ -37,3 +42,10 @@ def shared_kv_bytes(job: Job, run: Run, sequences: int, samples: int, new_tokens
     shared = -(-job.typical_prompt // page_tokens)
     own = -(-(min(job.typical_prompt, page_tokens - 1) + new_tokens) // page_tokens)
     return (groups * shared + sequences * own) * page_tokens * job.kv_token_bytes
+
+
+def carried_bytes(job: Job, run: ResolvedRun) -> int:
+    """Bytes of what layers carry beside keys and values, for every sequence that an engine has room for: the native engine has an
+    idle row, and prompts that wait to be forked, beside its rows."""
+    rows = run.rollout.max_sequences
+    return (rows if run.external else rows + 1 + prompt_slots(rows)) * job.shape.state_bytes(job.itemsize)

@@ -24,8 +24,10 @@ from trimtab.model.sizes import (
 )
 from trimtab.plan.activations import MicroBatchSize, UpdatePath, score_peak, update_peak
 from trimtab.plan.job import NO_CORRECTION, Job, Machine
+from trimtab.plan.kv import STATES, carried_bytes
 from trimtab.plan.placement import SINGLE_DEVICE, Placement
 from trimtab.plan.quantised import dequantised_matrix, quantising
+from trimtab.plan.rows import row_here
 from trimtab.plan.states import (
     FROZEN,
     buffer_bytes,
@@ -171,10 +173,12 @@ def build_ledger(job: Job, machine: Machine, run: ResolvedRun, place: Placement 
 
 
 def _nccl(place: Placement) -> dict[str, int]:
-    """One communicator of all ranks, and two more where several sets of parts are added up."""
+    """One communicator of all ranks, two more where several sets of parts are added up, and one for each size of a set of ranks
+    that share micro-batches."""
     if place.devices == 1:
         return {}
-    return {NCCL: NCCL_BYTES * (3 if place.copies > 1 and place.state_parts > 1 else 1)}
+    sharing = len({n for n in place.rows if n not in (1, place.devices)})
+    return {NCCL: NCCL_BYTES * ((3 if place.copies > 1 and place.state_parts > 1 else 1) + sharing)}
 
 
 def _training_phases(
@@ -193,7 +197,7 @@ def _training_phases(
             (
                 _phase("update", resident | gathered | buffer_bytes(job, place) | work | stays, host)
                 for work in (
-                    {"gradients": states["gradients"]} | _updating(job, machine, run, path),
+                    {"gradients": states["gradients"]} | _updating(job, machine, run, path, place.rows.policy),
                     {"gradients": states["gradients"], EMBEDDING_GRADIENT: embedding_gradient(job, first=False)},
                     *_improving_critic(job, machine, run, path, place),
                 )
@@ -243,20 +247,19 @@ def _generating(job: Job, machine: Machine, run: ResolvedRun, place: Placement) 
     prompts = -(-max(job.prompts, job.eval_sequences) // place.engines)
     prefill = min(rollout.prefill_tokens, prompts * job.typical_prompt)
     pass_ = (4 + 3 * s) * shape.hidden + s * (2 * block.projected + block.attended + 3 * block.used_width)
+    pass_ += max((b.mixing.kept_bytes(s) for b in shape.kinds if b.mixing is not None), default=0)
     rows = batch * ((12 * job.longest_sequence if run.external else 16 * job.new_tokens) + 512)
     apart = run.external or not place.shares_weights
     copies, parts = processes_of(run), parts_of(run, place)
-    own = {"rollout weights": copies * shape.parameters * s // parts} if apart else {}
+    own = dequantised_matrix(job, machine.cpu)
+    own |= {"rollout weights": copies * shape.parameters * s // parts} if apart else {}
     words = 4 * shape.vocabulary  # every device draws from all of them
-    return (
-        own
-        | dequantised_matrix(job, machine.cpu)
-        | {
-            "KV cache": rollout.kv_memory // _kv_cut(job, run),
-            "decode step": batch * (words + (entry - words) // parts) + rows,
-            "prefill": copies * prefill * pass_ // parts,
-        }
-    )
+    return own | {
+        "KV cache": rollout.kv_memory // _kv_cut(job, run),
+        STATES: carried_bytes(job, run),
+        "decode step": batch * (words + (entry - words) // parts) + rows,
+        "prefill": copies * prefill * pass_ // parts,
+    }
 
 
 def _rewarding(job: Job) -> dict[str, int]:
@@ -300,9 +303,15 @@ def _scoring(
 ) -> dict[str, int]:
     if not (job.compared or job.old_logprobs or job.critic or job.frozen):
         return resident
-    row = job.row(min(run.score_token_budget, most_tokens(job, place.devices)))
+    rows = place.rows
+    fewest = min(rows.policy, rows.reference) if job.compared else rows.policy
+    models = [(job.shape, fewest), (job.critic, rows.critic), *((shape, fewest) for shape in job.frozen)]
     work = max(
-        (score_peak(shape, row, path) for shape in (job.shape, job.critic, *job.frozen) if shape is not None),
+        (
+            score_peak(shape, row_here(job, run.score_token_budget, ranks, place.devices), path)
+            for shape, ranks in models
+            if shape is not None
+        ),
         key=lambda found: sum(found.values()),
     )
     visiting = {}
@@ -311,17 +320,11 @@ def _scoring(
     return resident | visiting | gathered_bytes(job, place) | work | dequantised_matrix(job, cpu=run.device == "cpu")
 
 
-def _updating(job: Job, machine: Machine, run: ResolvedRun, path: UpdatePath) -> dict[str, int]:
-    budget = min(run.token_budget, most_tokens(job, machine.devices))
+def _updating(job: Job, machine: Machine, run: ResolvedRun, path: UpdatePath, sharing: int) -> dict[str, int]:
+    """`sharing`: ranks that share each micro-batch."""
     rounding = {} if machine.cpu else {"rounding": rounding_bytes(job, path)}
-    return update_work(job, job.row(budget), path) | rounding | dequantised_matrix(job, machine.cpu)
-
-
-def most_tokens(job: Job, devices: int) -> int:
-    """Most tokens of a rank's micro-batch, however large its budget: its share of the step, and a sequence by which it may have
-    more than others."""
-    share = -(-job.step_row.tokens // devices) + (job.longest_trained if devices > 1 else 0)
-    return max(job.longest_trained, min(job.step_row.tokens, share))
+    row = row_here(job, run.token_budget, sharing, machine.devices)
+    return update_work(job, row, path) | rounding | dequantised_matrix(job, machine.cpu)
 
 
 def embedding_gradient(job: Job, *, first: bool) -> int:
@@ -339,7 +342,7 @@ def _improving_critic(
     critic = replace(job, shape=job.critic)
     trained = {"gradients": gradient_bytes(job, critic_trained(job), place)}
     passing = gathered_bytes(critic, place) | buffer_bytes(critic, place)
-    return [trained | passing | _updating(critic, machine, run, critic_path(path))]
+    return [trained | passing | _updating(critic, machine, run, critic_path(path), place.rows.critic)]
 
 
 def critic_path(path: UpdatePath) -> UpdatePath:
@@ -383,7 +386,7 @@ def _awake(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> di
 
 def _held(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> dict[str, int]:
     """What an engine holds between two rollouts if it lends nothing."""
-    kept = ("KV cache", "rollout weights") if run.external else ("KV cache",)
+    kept = ("KV cache", STATES, "rollout weights") if run.external else ("KV cache", STATES)
     return {name: size for name, size in _generating(job, machine, run, place).items() if name in kept}
 
 
@@ -414,7 +417,7 @@ def through_host(job: Job, run: Run, place: Placement = SINGLE_DEVICE) -> bool:
 
 def _kv_cut(job: Job, run: Run) -> int:
     """Devices that the KV cache is cut over: where there are fewer heads than devices, several hold the same head."""
-    return min(parts_of(run), *(block.kv_heads for block in job.shape.kinds))
+    return min(parts_of(run), *(block.kv_heads for block in job.shape.kinds if block.kv_heads))
 
 
 def _stepping(job: Job, run: ResolvedRun) -> dict[str, int]:

@@ -69,6 +69,13 @@ def groups_of(machine: Machine, place: Placement) -> tuple[RankGroup, RankGroup,
     return everyone, parts, copies
 
 
+def row_group(machine: Machine, ranks: int) -> RankGroup:
+    """Consecutive ranks that share micro-batches."""
+    rate, call = link_of(machine)
+    inside = min(ranks, machine.per_host)
+    return RankGroup(inside, -(-ranks // inside), rate, call)
+
+
 def link_of(machine: Machine) -> tuple[float, float]:
     """Bytes a second that a collective reaches inside a host, and seconds of a call."""
     if machine.cpu:

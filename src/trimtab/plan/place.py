@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from trimtab.config.run import Run
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.placement import TENSOR_CUTS, Placement, device_counts, placements
+from trimtab.plan.placement import TENSOR_CUTS, Placement, device_counts, may_share_rows, placements, row_cuts
 from trimtab.plan.planner import (
     ENGINE_OVER_DEVICES,
     MIN_SPEEDUP_OF_OTHER_ENGINE,
@@ -23,12 +23,17 @@ from trimtab.plan.planner import (
     make_plan,
     within,
 )
+from trimtab.plan.rows import RowRanks
 from trimtab.plan.rules import why_placed
 from trimtab.plan.sizes import SMALLEST
 from trimtab.plan.states import least_bytes
 
 MAX_SLOWDOWN_OF_SIMPLER_SHARD = 1.01
 """A simpler way to hold states is chosen if its step takes at most so many times as long as the fastest."""
+MIN_SPEEDUP_OF_SHARED_ROWS = 1.03
+"""How many times faster a step must be with more devices to each micro-batch before these are chosen."""
+ENOUGH_SHARING_RANKS = 8
+"""More devices to each micro-batch are tried only while that makes steps faster, or nothing fits."""
 MAX_SLOWDOWN_OF_FEWER_DEVICES = 1.03
 """Fewer devices are chosen if a step takes at most so many times as long as on more."""
 
@@ -56,7 +61,7 @@ def _shortest(plans: list[Plan]) -> float:
 def plan_on(devices: int, run: Run, job: Job, machine: Machine, profile: str) -> Plan:
     """The best plan on so many devices. A rollout copy is cut over several only where nothing else fits, or the native engine is
     slow, as it is with experts."""
-    plan = _simplest_fast(run, job, machine, profile, placements(run, job, machine, devices))
+    plan = _with_shared_rows(run, job, machine, profile, devices)
     enough = plan.fits and not job.shape.has_experts
     if enough or devices == 1 or not _may_cut(run, job, machine):
         return plan
@@ -70,6 +75,28 @@ def plan_on(devices: int, run: Run, job: Job, machine: Machine, profile: str) ->
         return min(tried, key=lack)
     slower = {True: 1.0, False: MIN_SPEEDUP_OF_OTHER_ENGINE}  # as in choosing an engine on one device
     return min(fitting, key=lambda one: slower[one is plan or not plan.fits] * one.times.total)
+
+
+def _with_shared_rows(run: Run, job: Job, machine: Machine, profile: str, devices: int) -> Plan:
+    """The best plan on so many devices with whole rollout copies. That several share each micro-batch is tried where a sequence
+    does not fit otherwise, or fills a micro-batch alone; it is chosen where nothing else fits, or a step is clearly faster."""
+
+    def sharing(ranks: int) -> Plan:
+        rows = RowRanks(ranks, ranks, ranks)
+        return _simplest_fast(run, job, machine, profile, placements(run, job, machine, devices, rows=rows))
+
+    best = sharing(1)
+    open_ = run.sequence_parallel == "auto" and (job.training or job.compared) and may_share_rows(job)
+    if not open_ or machine.cpu or (best.fits and best.run.token_budget >= 2 * job.longest_trained):
+        return best
+    for ranks in row_cuts(devices):
+        shared = sharing(ranks)
+        faster = shared.fits and MIN_SPEEDUP_OF_SHARED_ROWS * shared.times.total < best.times.total
+        if faster or (shared.fits and not best.fits):
+            best = shared
+        elif best.fits and ranks >= ENOUGH_SHARING_RANKS:
+            break  # more of them have still more to exchange
+    return best
 
 
 def _may_cut(run: Run, job: Job, machine: Machine) -> bool:

@@ -14,10 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import lcm
 
+from trimtab.config.row_ranks import row_ranks
 from trimtab.config.run import Run, Shard
+from trimtab.model.context import HYBRIDS
 from trimtab.model.sizes import BLOCK
 from trimtab.plan.job import Job, Machine
+from trimtab.plan.rows import WHOLE_ROWS, RowRanks
 
 SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "full")
 """All modes, the simplest first."""
@@ -42,6 +46,8 @@ class Placement:
     """Devices that one rollout copy is cut over."""
     generates_only: bool = False
     """Its devices only generate: no weights but the engine's."""
+    rows: RowRanks = WHOLE_ROWS
+    """Ranks that share each micro-batch."""
 
     @property
     def state_parts(self) -> int:
@@ -85,7 +91,8 @@ def pinned_placement(run: Run, machine: Machine) -> Placement:
     shard: Shard = "none" if run.shard == "auto" or devices == 1 else run.shard
     group = min(devices, machine.per_host) if run.shard_devices == "auto" else run.shard_devices
     hosts = machine.on(devices).hosts
-    return Placement(devices, hosts, shard, 1 if shard == "none" else group, _pinned_tensor(run))
+    rows = RowRanks(**row_ranks(run))
+    return Placement(devices, hosts, shard, 1 if shard == "none" else group, _pinned_tensor(run), rows=rows)
 
 
 def device_counts(run: Run, machine: Machine) -> list[int]:
@@ -101,11 +108,26 @@ def device_counts(run: Run, machine: Machine) -> list[int]:
     least = 1 if run.shard in ("auto", "none") else 2
     group = 1 if run.shard_devices == "auto" else run.shard_devices
     parts = _pinned_tensor(run)
-    return sorted((n for n in counts if n >= least and n % group == 0 and (n == 1 or n % parts == 0)), reverse=True)
+    shared = lcm(*row_ranks(run).values())
+    fitting = (n for n in counts if n >= least and n % group == 0 and (n == 1 or n % parts == 0) and n % shared == 0)
+    return sorted(fitting, reverse=True)
 
 
-def placements(run: Run, job: Job, machine: Machine, devices: int, tensor: int = 1) -> Iterator[Placement]:
-    """Every placement on so many devices that a run leaves open, the simplest first."""
+def may_share_rows(job: Job) -> bool:
+    """Several ranks can have a part of each sequence."""
+    return not any(shape is not None and shape.kind in HYBRIDS for shape in (job.shape, job.critic))
+
+
+def row_cuts(devices: int) -> list[int]:
+    """Numbers of ranks that may share a micro-batch, the fewest first."""
+    return [n for n in range(2, devices + 1) if devices % n == 0]
+
+
+def placements(
+    run: Run, job: Job, machine: Machine, devices: int, tensor: int = 1, rows: RowRanks | None = None
+) -> Iterator[Placement]:
+    """Every placement on so many devices that a run leaves open, the simplest first. `rows`: where the run leaves that open."""
+    rows = rows if rows is not None and run.sequence_parallel == "auto" else RowRanks(**row_ranks(run))
     hosts, tensor = machine.on(devices).hosts, max(tensor, _pinned_tensor(run))
     only = job.generates and not job.training and run.placement not in ("auto", "colocated")
     if devices == 1:
@@ -113,7 +135,7 @@ def placements(run: Run, job: Job, machine: Machine, devices: int, tensor: int =
         return
     for shard in _modes(run, job, machine):
         for group in _groups(run, shard, devices, min(devices, machine.per_host)):
-            yield Placement(devices, hosts, shard, group, tensor, only)
+            yield Placement(devices, hosts, shard, group, tensor, only, rows)
 
 
 def _modes(run: Run, job: Job, machine: Machine) -> tuple[Shard, ...]:

@@ -291,7 +291,7 @@ def _savings(run: Run, job: Job, machine: Machine) -> Iterator[tuple[Recompute, 
 
 
 CHOICE_ORDER = (
-    "devices", "shard", "shard_devices", "prefetch", "overlap", "placement",
+    "devices", "shard", "shard_devices", "sequence_parallel", "prefetch", "overlap", "placement",
     *(f"rollout.{key}" for key in ("page_tokens", "lend_memory", "max_sequences", "prefill_tokens", "processes", "kv_memory")),
     "kernels", "threads", "reward_workers", "token_budget", "score_token_budget", "logprob_chunk", "checkpoint_activations",
     *(f"offload.{key}" for key in ("optimizer", "reference", "activations")),
@@ -318,7 +318,7 @@ def _of_rollout(key: str) -> bool:
 
 
 def useful_tokens(plan: Plan) -> int:
-    return useful_budget(plan.job, plan.machine, fill=False)[0]
+    return useful_budget(plan.job, plan.machine, False, plan.place.rows)[0]
 
 
 def recompute_when_wider(plan: Plan, now: int, budget: int) -> Recompute:

@@ -1,4 +1,4 @@
-"""Bytes of weights that lie in codes under adapters (`model.base`), exactly as model/quantised.py lays them out."""
+"""Bytes of weights that lie in codes under adapters (`model.base`), exactly as model/codes.py lays them out."""
 
 from __future__ import annotations
 
@@ -54,8 +54,11 @@ def _largest(shape: ModelShape) -> int:
 
 def refuse_base(base: str, shape: ModelShape) -> None:
     """Refuse weights in codes for layers that are not plain linear ones."""
-    if base in ("fp8", "4bit") and (shape.has_experts or shape.kind == "deepseek_v3"):
-        what = (
-            f"is {base}, but {'experts' if shape.has_experts else 'layers with latent attention'} cannot be stored so"
+    if base not in ("fp8", "4bit"):
+        return
+    other = "experts" if shape.has_experts else "layers with latent attention" if shape.kind == "deepseek_v3" else ""
+    other = other or ("layers that carry a state" if shape.state_bytes(2) else "")
+    if other:
+        raise ConfigError(
+            [Problem("model.base", f"is {base}, but {other} cannot be stored so", "Write model.base: bf16.")]
         )
-        raise ConfigError([Problem("model.base", what, "Write model.base: bf16.")])

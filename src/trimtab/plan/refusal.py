@@ -186,7 +186,7 @@ def changes_that_fit(job: Job, machine: Machine, run: Run, profile: str) -> list
         attempt("run.kernels: liger", run.with_values({"kernels": "liger"}), liger)
     if found:
         return found
-    if not job.rank and not any(b.experts for b in job.shape.kinds):
+    if not job.rank:
         attempt("model.lora: {r: 16}", run, with_adapters(job, 16))
     if not job.eight_bit:
         attempt("learn.optimizer.states: 8bit", run, replace(job, eight_bit=True))

@@ -8,10 +8,11 @@ from __future__ import annotations
 from trimtab.base.errors import ConfigError, Problem
 from trimtab.config.placement import groups_of_roles
 from trimtab.config.ranks import nearest_divisor
+from trimtab.config.row_ranks import row_ranks
 from trimtab.config.run import Run
 from trimtab.model.sizes import BLOCK
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.placement import SHARDS_BUILT, device_counts, unblocked_row
+from trimtab.plan.placement import SHARDS_BUILT, device_counts, may_share_rows, unblocked_row
 
 MAX_RANKS_PER_CORE = 4
 """Processes that a CPU is asked to run for each of its cores: with more, they only wait for each other."""
@@ -26,9 +27,18 @@ def refuse_devices(run: Run, job: Job, machine: Machine) -> None:
         where = "a CPU counts as one device" if machine.cpu else f"{_this(machine)} has one GPU"
         what = f"{run.shard} has no effect on one device, and {where}"
         raise ConfigError([Problem("run.shard", what, "Leave it out, or set run.devices.")])
+    if most == 1:
+        _refuse_parts_of_one_device(run)
     if run.shard_devices != "auto" and not device_counts(run, machine):
         what = f"{run.shard_devices} ranks hold one set of parts, but there are only {most} devices"
         raise ConfigError([Problem("run.shard_devices", what, "Write a divisor of the number of devices, or auto.")])
+    shared = max(row_ranks(run).values())
+    if shared > 1 and not device_counts(run, machine):
+        what = f"{shared} devices share each micro-batch, but there are only {most}"
+        raise ConfigError([Problem("run.sequence_parallel", what, f"Write {nearest_divisor(shared, most)}, or auto.")])
+    if shared > 1 and not may_share_rows(job):
+        what = f"layers of {job.shape.kind} carry a state from token to token, which devices that share a sequence cannot hand on"
+        raise ConfigError([Problem("run.sequence_parallel", what, "Write 1, or leave it out.")])
     refuse_engine_across_hosts(run, machine)
     row = unblocked_row(job) if run.shard == "full" else None
     if row is not None:
@@ -41,6 +51,14 @@ def refuse_devices(run: Run, job: Job, machine: Machine) -> None:
     if machine.here and run.shard not in ("auto", *SHARDS_BUILT):
         what = f"this version cannot run {run.shard} yet; `trimtab plan --device NAME --devices N` shows what it would take"
         raise ConfigError([Problem("run.shard", what, f"Write {', '.join(SHARDS_BUILT[:-1])} or {SHARDS_BUILT[-1]}.")])
+
+
+def _refuse_parts_of_one_device(run: Run) -> None:
+    """Raises where a run says how devices share a model, and there is one."""
+    for key, value in (("shard_devices", run.shard_devices), ("prefetch", run.prefetch)):
+        if value not in ("auto", 1):  # 1 is what a plan writes
+            what = f"is {value}, which has no effect on one device"
+            raise ConfigError([Problem(f"run.{key}", what, "Leave it out, or set run.devices.")])
 
 
 def refuse_engine_across_hosts(run: Run, machine: Machine) -> None:
@@ -60,7 +78,8 @@ def refuse_missing_devices(run: Run, machine: Machine) -> None:
     if machine.cpu:
         most = MAX_RANKS_PER_CORE * machine.cores
         if run.devices > most:
-            what = f"is {run.devices}, but this machine has {machine.cores} cores: at most {MAX_RANKS_PER_CORE} processes each"
+            cores = "1 core" if machine.cores == 1 else f"{machine.cores} cores"
+            what = f"is {run.devices}, but this machine has {cores}: at most {MAX_RANKS_PER_CORE} processes each"
             raise ConfigError([Problem("run.devices", what, f"Write {most} or less.")])
     elif run.devices > machine.devices:
         gpus = "1 GPU" if machine.devices == 1 else f"{machine.devices} GPUs"
@@ -82,11 +101,15 @@ def refuse_unbuilt_placement(run: Run) -> None:
         (count,) = groups.values()
         what = "puts all roles on the same devices"
         raise ConfigError([Problem("run.placement", what, f"Write run.devices: {count} instead.")])
-    for roles in groups:
-        if "actor" not in roles and roles != ("rollout",):
-            role = next(role for role in roles if role != "rollout")
-            what = f"gives {role} devices apart from the actor's, which this version can plan and not run"
-            raise ConfigError([Problem("run.placement", what, f"Write {role}: actor, or leave it out.")])
+    generates = placement.get("rollout", "actor")
+    if isinstance(generates, str) and generates != "actor":
+        what = f"puts rollout on the devices of {generates}, which cannot generate"
+        raise ConfigError([Problem("run.placement", what, "Write rollout: actor, or a number of devices for it.")])
+    guests = [role for role, place in placement.items() if place == "rollout"] if generates != "actor" else []
+    if guests:
+        what = f"puts {guests[0]} on the devices of rollout, which only generate"
+        fix = f"Write {guests[0]}: actor, or a number of devices for it."
+        raise ConfigError([Problem("run.placement", what, fix)])
 
 
 def _refuse_placement(run: Run, machine: Machine) -> None:

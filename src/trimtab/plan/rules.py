@@ -7,6 +7,7 @@ from trimtab.plan.job import Job, Machine
 from trimtab.plan.kv import least_kv_bytes
 from trimtab.plan.ledger import MIB
 from trimtab.plan.placement import Placement
+from trimtab.plan.rows import WHOLE_ROWS, RowRanks, least_budget
 from trimtab.plan.times import launch_s, outside_step, product_share
 
 GRAIN_TOKENS = 128
@@ -124,11 +125,11 @@ def most_prefilled(machine: Machine) -> int:
     return 4096 if machine.cpu else 16384
 
 
-def useful_budget(job: Job, machine: Machine, fill: bool) -> tuple[int, str]:
+def useful_budget(job: Job, machine: Machine, fill: bool, rows: RowRanks = WHOLE_ROWS) -> tuple[int, str]:
     """Tokens of a micro-batch beyond which the update gets no faster. On a GPU a micro-batch has to take longer than its kernels
     take to launch; and gradients are added up once a micro-batch, which by their bytes takes 1.5 % of its time at 16k tokens."""
     whole = max(
-        job.longest_trained,
+        least_budget(job, rows),
         -(-job.step_row.tokens // machine.devices // GRAIN_TOKENS) * GRAIN_TOKENS,
     )
     if machine.cpu:

@@ -14,6 +14,8 @@ from typing import Any
 
 from trimtab.base.errors import ModelError
 from trimtab.model.context import context_of
+from trimtab.model.sequence_way import AttentionSize
+from trimtab.plan.mixing import Mixing
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,16 @@ class Block:
     experts_used: int = 0
     shared_width: int = 0
     """Width of the experts that every token uses, together."""
+    mixing: Mixing | None = None
+    """What carries a state from token to token, in the place of attention (then there are no heads) or beside it."""
+    own_linears: tuple[tuple[str, int, int], ...] | None = None
+    """Name, inputs and outputs of its linear layers, where they are not the usual ones."""
+    latent: int = 0
+    """Elements of the latent that keys and values are made of; 0: they are made of the hidden state."""
+    latent_rotated: int = 0
+    """Elements of the key that all heads share, beside the latent."""
+    query_latent: int = 0
+    """Elements of the latent that queries are made of."""
 
     @property
     def query_width(self) -> int:
@@ -102,6 +114,14 @@ class ModelShape:
         return sum(b.active for b in self.blocks) + self.other + self.table
 
     @property
+    def attention_sizes(self) -> tuple[AttentionSize, ...]:
+        """How the layers attend, kind by kind."""
+        return tuple(
+            AttentionSize(count, block.heads, block.kv_heads, block.head_size, block.value_size)
+            for block, count in self.kinds.items()
+        )
+
+    @property
     def has_experts(self) -> bool:
         return any(block.experts for block in self.blocks)
 
@@ -110,17 +130,34 @@ class ModelShape:
         """Elements that one token stores in all layers."""
         return sum(b.kv_elements for b in self.blocks)
 
+    def state_bytes(self, itemsize: int) -> int:
+        """Bytes that a sequence carries in all layers, whatever its length, beside keys and values."""
+        return sum(n * b.mixing.state_bytes(itemsize) for b, n in self.kinds.items() if b.mixing is not None)
+
     def linears(self, block: Block) -> dict[str, tuple[int, int]]:
         """Inputs and outputs of the linear layers of a block that adapters are put on, by name."""
+        if block.own_linears is not None:
+            return {name: (inputs, outputs) for name, inputs, outputs in block.own_linears}
+        layers = {"self_attn.o_proj": (block.attended, self.hidden)}
+        if block.latent:
+            made = block.heads * (block.head_size - block.latent_rotated + block.value_size)
+            layers["self_attn.kv_a_proj_with_mqa"] = (self.hidden, block.latent + block.latent_rotated)
+            layers["self_attn.kv_b_proj"] = (block.latent, made)
+            queries = {"self_attn.q_proj": (self.hidden, block.query_width)}
+            if block.query_latent:
+                queries = {
+                    "self_attn.q_a_proj": (self.hidden, block.query_latent),
+                    "self_attn.q_b_proj": (block.query_latent, block.query_width),
+                }
+            return layers | queries
         kv = block.kv_heads * block.head_size, block.kv_heads * block.value_size
-        layers = {
-            "self_attn.q_proj": (self.hidden, block.query_width),
-            "self_attn.o_proj": (block.attended, self.hidden),
-        }
+        layers["self_attn.q_proj"] = (self.hidden, block.query_width)
         layers |= {"self_attn.k_proj": (self.hidden, kv[0]), "self_attn.v_proj": (self.hidden, kv[1])}
-        if not block.experts:
+        if not self.has_experts:
             layers |= {"mlp.up_proj": (self.hidden, block.width), "mlp.down_proj": (block.width, self.hidden)}
             layers |= {"mlp.gate_proj": (self.hidden, block.width)} if block.gated else {}
+        if self.kind == "qwen2_moe":
+            layers["mlp.shared_expert_gate"] = (self.hidden, 1)
         if self.kind == "phi3":  # what reads one input is one layer there
             layers |= {"self_attn.qkv_proj": (self.hidden, block.query_width + sum(kv))}
             layers |= {"mlp.gate_up_proj": (self.hidden, 2 * block.width)}
@@ -128,22 +165,33 @@ class ModelShape:
             layers = {name: sizes for name, sizes in layers.items() if name not in parts}
         return layers
 
+    def stacks(self, block: Block) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of the matrices that each expert of a block has, by the name of the stacked weight."""
+        if not block.experts:
+            return {}
+        return {
+            "mlp.experts.gate_up_proj": (self.hidden, 2 * block.width),
+            "mlp.experts.down_proj": (block.width, self.hidden),
+        }
+
     def lora_parameters(self, rank: int, targets: Sequence[str] | None = None) -> int:
-        """Parameters of adapters on every linear layer of the blocks, or on those whose names end with one of `targets`."""
+        """Parameters of adapters on every linear layer of the blocks and on every expert, or on those whose names end with one of
+        `targets`."""
+
+        def meant(name: str) -> bool:
+            return targets is None or any(f".{name}".endswith(f".{end}") for end in targets)
+
         total = 0
         for block, count in self.kinds.items():
-            chosen = [
-                sizes
-                for name, sizes in self.linears(block).items()
-                if targets is None or any(name.endswith(end) for end in targets)
-            ]
-            total += count * rank * sum(map(sum, chosen))
+            chosen = [sizes for name, sizes in self.linears(block).items() if meant(name)]
+            stacked = [sizes for name, sizes in self.stacks(block).items() if meant(name)]
+            total += count * rank * (sum(map(sum, chosen)) + block.experts * sum(map(sum, stacked)))
         return total
 
 
 FAMILIES = {
     "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "mixtral", "qwen3_moe", "gpt_oss",
-    "deepseek_v3",
+    "deepseek_v3", "deepseek_v2", "olmoe", "qwen2_moe", "glm4_moe",
 }  # fmt: skip
 
 
@@ -171,7 +219,7 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
 
 
 def _block(config: Mapping[str, Any], kind: str, index: int) -> Block:
-    if kind == "deepseek_v3":
+    if kind in ("deepseek_v2", "deepseek_v3"):
         return _latent_block(config, index)
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
@@ -179,17 +227,19 @@ def _block(config: Mapping[str, Any], kind: str, index: int) -> Block:
     plain = Block(
         heads, kv_heads, size, size, config.get("intermediate_size") or 4 * hidden, 0, 0, _window(config, kind, index)
     )
-    head_norm = kind in ("qwen3", "qwen3_moe", "gemma3_text")
+    head_norm = kind in ("qwen3", "qwen3_moe", "gemma3_text") or bool(kind == "glm4_moe" and config.get("use_qk_norm"))
     capped = kind == "gemma2" and config.get("attn_logit_softcapping", 50.0) is not None
     dense = capped or kind == "gpt_oss"
     block = replace(plain, head_norm=head_norm, sandwich=kind in ("gemma2", "gemma3_text"), dense=dense)
     attention = hidden * (block.projected + block.query_width)
     biased = config.get("attention_bias", kind == "gpt_oss")
-    if kind == "qwen2":
+    if kind == "qwen2" or (kind == "qwen2_moe" and config.get("qkv_bias", True)):
         attention += block.projected
+    elif kind == "glm4_moe":
+        attention += block.projected if biased else 0
     elif biased:
         attention += block.projected + hidden
-    attention += {"gpt_oss": heads, "olmo2": block.query_width + kv_heads * size}.get(
+    attention += {"gpt_oss": heads, **dict.fromkeys(("olmo2", "olmoe"), block.query_width + kv_heads * size)}.get(
         kind, 2 * size if head_norm else 0
     )
     norms = (4 if block.sandwich else 2) * hidden
@@ -198,21 +248,29 @@ def _block(config: Mapping[str, Any], kind: str, index: int) -> Block:
 
 def _with_feed_forward(block: Block, config: Mapping[str, Any], kind: str, index: int, rest: int) -> Block:
     hidden = config["hidden_size"]
-    experts = config.get("num_local_experts") or config.get("num_experts") or 0
-    sparse = experts and kind in ("mixtral", "qwen3_moe", "gpt_oss")
-    if kind == "qwen3_moe":
+    experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
+    sparse = experts and kind in ("mixtral", "qwen3_moe", "gpt_oss", "olmoe", "qwen2_moe", "glm4_moe")
+    if kind in ("qwen3_moe", "qwen2_moe"):
         every = config.get("decoder_sparse_step") or 1
         sparse = sparse and index not in (config.get("mlp_only_layers") or []) and (index + 1) % every == 0
+    if kind == "glm4_moe":
+        sparse = sparse and index >= config.get("first_k_dense_replace", 0)
     if not sparse:
         dense = 3 * hidden * block.width + (2 * block.width + hidden if config.get("mlp_bias") else 0)
         return replace(block, parameters=rest + dense, active=rest + dense)
     width = config.get("moe_intermediate_size") or block.width
-    used = config.get("num_experts_per_tok") or 1
+    used, shared = config.get("num_experts_per_tok") or 1, 0
+    if kind == "qwen2_moe":
+        shared = config["shared_expert_intermediate_size"]
+        rest += hidden  # its gate
+    elif kind == "glm4_moe":
+        shared = (config.get("n_shared_experts") or 0) * width
+    rest += 3 * hidden * shared
     one = 3 * hidden * width + (2 * width + hidden if kind == "gpt_oss" else 0)
     router = experts * (hidden + (1 if kind == "gpt_oss" else 0))
     return replace(
-        block, width=width, experts=experts, experts_used=used, parameters=rest + router + experts * one,
-        active=rest + router + used * one,
+        block, width=width, experts=experts, experts_used=used, shared_width=shared,
+        parameters=rest + router + experts * one, active=rest + router + used * one,
     )  # fmt: skip
 
 
@@ -225,7 +283,10 @@ def _latent_block(config: Mapping[str, Any], index: int) -> Block:
     queries = hidden * heads * size if query_latent is None else query_latent * (hidden + 1 + heads * size)
     keys = hidden * (latent + rotated) + latent + latent * heads * (plain + value)
     rest = queries + keys + heads * value * hidden + 2 * hidden
-    block = Block(heads, heads, size, value, config["intermediate_size"], 0, 0)
+    block = Block(
+        heads, heads, size, value, config["intermediate_size"], 0, 0, latent=latent, latent_rotated=rotated,
+        query_latent=query_latent or 0,
+    )  # fmt: skip
     if index < config.get("first_k_dense_replace", 0):
         dense = 3 * hidden * block.width
         return replace(block, parameters=rest + dense, active=rest + dense)

@@ -12,11 +12,13 @@ from operator import attrgetter
 from typing import Any
 
 from trimtab.config.known import ResolvedOffload, ResolvedRollout, ResolvedRun
-from trimtab.config.run import Recompute, Rollout, Run
+from trimtab.config.row_ranks import written
+from trimtab.config.run import Recompute, Rollout, RowRole, Run
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.kv import least_kv_bytes, shared_kv_bytes, step_kv_bytes
 from trimtab.plan.ledger import GIB, MERGED, MIB, Ledger, build_ledger, processes_of
 from trimtab.plan.placement import Placement
+from trimtab.plan.rows import least_budget, least_score_budget
 from trimtab.plan.rules import (
     GRAIN_TOKENS,
     best_chunk,
@@ -129,8 +131,10 @@ def smallest(run: Run, case: Case, way: Way) -> Sizes:
         "kernels": "native" if job.fused else "plain",
         "threads": machine.cores_per_rank,
         "reward_workers": workers_for(machine.cores),
-        "token_budget": job.longest_trained,
-        "score_token_budget": job.longest_trained,
+        "sequence_parallel": written(place_rows(case.place)),
+        "tensor_parallel": 1,
+        "token_budget": least_budget(job, case.place.rows),
+        "score_token_budget": least_score_budget(job, case.place.rows),
         "logprob_chunk": 1,
     }
     cut = {"tensor_parallel": case.place.tensor} if run.external else {}
@@ -156,11 +160,19 @@ def smallest(run: Run, case: Case, way: Way) -> Sizes:
         "prefetch": "one layer is gathered while another runs"
         if case.place.shard == "full"
         else "no layer is gathered",
+        "sequence_parallel": "each device holds whole sequences"
+        if case.place.rows.most == 1
+        else "long sequences fit only in parts, or are faster so",
         "overlap": why_overlap(case.place, job),
         "placement": "there is one device" if case.place.devices == 1 else COLOCATED,
         "reward_workers": "one per core, at most 8",
     }
     return Sizes(run, filled, why, way.kv_fifths)
+
+
+def place_rows(place: Placement) -> dict[RowRole, int]:
+    rows = place.rows
+    return {"policy": rows.policy, "reference": rows.reference, "critic": rows.critic}
 
 
 def _open(section: Run | Rollout, values: dict[str, Any]) -> dict[str, Any]:
@@ -186,10 +198,12 @@ def _least_kv(draft: ResolvedRun, case: Case, crowd_out: bool) -> int:
 def unbounded(sizes: Sizes, case: Case, fill: bool) -> ResolvedRun:
     """The run with the largest useful size of all that is open, as if memory were no matter: no plan of this way is faster."""
     job, machine = case.job, case.machine
-    budget = useful_budget(job, machine, fill)[0] if sizes.free("token_budget") else sizes.run.token_budget
+    budget = (
+        useful_budget(job, machine, fill, case.place.rows)[0] if sizes.free("token_budget") else sizes.run.token_budget
+    )
     values: dict[str, Any] = {
-        "token_budget": max(budget, job.longest_trained),
-        "score_token_budget": max(2 * budget, job.longest_trained),
+        "token_budget": max(budget, least_budget(job, case.place.rows)),
+        "score_token_budget": max(2 * budget, least_score_budget(job, case.place.rows)),
         "rollout.prefill_tokens": most_prefilled(machine),
         "rollout.max_sequences": most_at_once(job, machine, case.place.engines),
         "rollout.kv_memory": 1 << 50,
@@ -209,7 +223,7 @@ def grow(sizes: Sizes, case: Case, fill: bool) -> None:
     _raise(sizes, case, "logprob_chunk", _parts(chunk, 2), why_chunk)
     if job.generates:
         _grow_rollout(sizes, case)
-    useful, why_useful = useful_budget(job, machine, fill)
+    useful, why_useful = useful_budget(job, machine, fill, case.place.rows)
     _widen(sizes, case, "token_budget", useful, why_useful)
     budget = sizes.run.token_budget
     most = 2 * max(useful, budget if sizes.free("token_budget") else 0)
@@ -244,9 +258,9 @@ def _raise(sizes: Sizes, case: Case, key: str, tries: Iterator[int], why: str) -
 
 def _widen(sizes: Sizes, case: Case, key: str, most: int, why: str) -> None:
     """Raise a budget to the largest up to `most` that fits; it never is less than the longest sequence."""
-    least = case.job.longest_trained
     if not sizes.free(key):
         return
+    least = (least_budget if key == "token_budget" else least_score_budget)(case.job, case.place.rows)
 
     def fits(budget: int) -> bool:
         return case.fits(sizes.run.with_values({key: budget}))
@@ -351,7 +365,9 @@ def _kv_memory(run: ResolvedRun, case: Case, fifths: int) -> tuple[int, str]:
         )
     if whole <= least:
         return least, WHAT_FITS
-    return room, "all memory that is left; lent to the update between rollouts" if lent else SHARED
+    if not lent:
+        return room, SHARED
+    return room, "all memory that is left" + ("; lent to the update between rollouts" if job.training else "")
 
 
 def _kv_room(run: ResolvedRun, case: Case) -> int:

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trimtab.base.errors import ADAPTERS_ON_EXPERTS, ConfigError, ModelError, Problem, first_line
+from trimtab.base.errors import ConfigError, ModelError, Problem, first_line
 from trimtab.base.suggestions import is_local
 from trimtab.config.load import AnyConfig
 from trimtab.config.resolved import eval_max_new_tokens
@@ -106,7 +106,8 @@ def stated_dtype(config: AnyConfig, cpu: bool) -> str:
 
 def stored_codes(path: str) -> str:
     """How the checkpoint of a path stores the weights of layers: plain, fp8 or 4bit."""
-    settings = (_config_json(path) or {}).get("quantization_config") or {}
+    config = _config_json(path) or {}
+    settings = {} if config.get("text_config") else config.get("quantization_config") or {}
     if settings.get("quant_method") == "bitsandbytes":
         return "4bit" if settings.get("load_in_4bit") or settings.get("_load_in_4bit") else "plain"
     return "fp8" if settings.get("quant_method") == "fp8" else "plain"
@@ -136,17 +137,21 @@ def stated_adapters(config: AnyConfig, shape: ModelShape) -> int:
     if lora is None:
         return 0
     refuse_base(config.model.base, shape)
-    if lora.targets != "all-linear":
-        found = shape.lora_parameters(lora.r, lora.targets)
-        if not found:
-            what = f"{config.model.path} has no linear layer {' or '.join(lora.targets) or '(the list is empty)'}"
-            raise ConfigError(
-                [Problem("model.lora.targets", what, "Write all-linear, or names such as [q_proj, v_proj].")]
-            )
-        return found
-    if any(block.experts for block in shape.kinds):
-        raise ConfigError([ADAPTERS_ON_EXPERTS])
-    return shape.lora_parameters(lora.r)
+    targets = None if lora.targets == "all-linear" else lora.targets
+    found = shape.lora_parameters(lora.r, targets)
+    if not found:
+        what = f"{config.model.path} has no linear layer {' or '.join(lora.targets) or '(the list is empty)'}"
+        raise ConfigError([Problem("model.lora.targets", what, "Write all-linear, or names such as [q_proj, v_proj].")])
+    on_experts = any(
+        targets is None or any(f".{name}".endswith(f".{target}") for target in targets)
+        for block in shape.kinds
+        for name in shape.stacks(block)
+    )
+    if on_experts and isinstance(config, Config) and config.run.external:
+        what = f"{config.run.engine} does not serve adapters on experts"
+        fix = "Write run.engine: native, or name layers of attention, such as [q_proj, k_proj, v_proj, o_proj]."
+        raise ConfigError([Problem("model.lora.targets", what, fix)])
+    return found
 
 
 def _config_json(path: str) -> dict[str, Any] | None:

@@ -31,7 +31,7 @@ def models_of(
         tiled_head=native and tiled_head and shape.hidden % 8 == 0,
         critic=critic_of(config, shape, shape_of),
         reward_models=reward_models_of(config, shape_of),
-        stored=stored_codes(config.model.path),
+        stored="plain" if shape.has_experts else stored_codes(config.model.path),
     )
 
 

@@ -177,6 +177,7 @@ class _Rates:
         share = min(1.0, shape.active_parameters * max(1.0, batch) / shape.parameters)
         read = share * weight_bytes(job) / cut
         keys = batch * context * job.kv_token_bytes / cut
+        keys += 2 * batch * shape.state_bytes(job.itemsize) / cut  # read and written
         logits = 8 * batch * shape.vocabulary / cut
         rate = self._cores * CPU_FLOPS if self.machine.cpu else self.machine.device.flops * DECODE_SHARE
         products = 2 * batch * shape.active_parameters / cut / rate
@@ -324,6 +325,7 @@ class _Clock(_Rates):
             self._one_update(),
             Passes(self._scorings * scoring.count, scoring.seconds),
             self.run.overlap,
+            self.run.checkpoint_activations is True,
         )
 
     def _gate_up_share(self) -> float:
@@ -340,6 +342,7 @@ class _Clock(_Rates):
         attention = factor * sum(
             n * b.heads * b.head_size * min(length, b.window or length) for b, n in shape.kinds.items()
         )
+        attention += factor * sum(n * b.mixing.operations for b, n in shape.kinds.items() if b.mixing is not None)
         body = shape.active_parameters - shape.table
         head = shape.table * row.predicted / row.tokens
         work = tokens * (factor * (body + head) + attention)
@@ -347,9 +350,11 @@ class _Clock(_Rates):
         return Passes(count, seconds / count if self.machine.cpu else max(seconds / count, shape.layers * launch))
 
     def _dealt(self, budget: int) -> Deal:
-        if self.machine.devices == 1:
+        sharing = self.place.rows.policy
+        if self.machine.devices == sharing:
+            budget *= sharing
             return Deal(1.0, max(1, -(-self.job.expected_row.tokens // budget)))
-        return deal(self.job, self.machine.devices, budget)
+        return deal(self.job, self.machine.devices // sharing, budget * sharing)
 
     def _optimizer_step(self) -> float:
         job = self.job

@@ -12,6 +12,8 @@ SAMPLE_INDEX = "samples/index.jsonl"
 """What files of samples there are, of training and of evaluation."""
 RANK_LOGS = "ranks"
 """Folder with a log for each rank of a run on several devices."""
+STACKS_FILE = "stacks.txt"
+"""Where the threads of a run on one device were that made no progress."""
 
 
 def samples_file(run: Path, step: int) -> Path:

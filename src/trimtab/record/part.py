@@ -130,8 +130,17 @@ def collect(
     """What a rank saves, all of it still the live tensors. `others`: what is in more files, by name: tensors that every rank has
     whole, or what has state. `other_files`: what the model's folder holds beside weights; one rank is enough to have them."""
     files = dict(_weight_files(model, optimizer.weights, rank, ranks))
+    part = collect_files({OPTIMIZER: optimizer, **(others or {})}, rank, ranks)
+    return CheckpointPart(files | part.files, part.tables, other_files or {})
+
+
+def collect_files(
+    owners: Mapping[str, Mapping[str, torch.Tensor] | Stateful], rank: int = 0, ranks: int = 1
+) -> CheckpointPart:
+    """The same of files beside the model's weights alone: what ranks save that have another model than the policy."""
+    files: dict[str, TensorFile] = {}
     tables = {}
-    for whole, owner in {OPTIMIZER: optimizer, **(others or {})}.items():
+    for whole, owner in owners.items():
         if isinstance(owner, Mapping):
             dealt = deal({name: tensor.nbytes for name, tensor in owner.items()}, ranks)
             tensors = whole_tensors(owner, [name for name in owner if dealt[name] == rank])
@@ -139,7 +148,7 @@ def collect(
         else:
             tensors, tables[whole] = dict(owner.state_tensors()), owner.table()
             files[shard_name(whole, rank, ranks)] = TensorFile(tensors, whole, frozenset(tensors), owner.stretches())
-    return CheckpointPart(files, tables, other_files or {})
+    return CheckpointPart(files, tables)
 
 
 def refuse_not_finite(part: CheckpointPart) -> None:

@@ -83,7 +83,8 @@ class PendingCheckpoint:
         for part in parts:
             for whole, shares in part.shards.items():
                 shards.setdefault(whole, {}).update(shares)
-        rows = {name: [asdict(place) for place in table] for name, table in parts[0].tables.items()}
+        tables = {name: table for part in reversed(parts) for name, table in part.tables.items()}
+        rows = {name: [asdict(place) for place in table] for name, table in tables.items()}
         of_files = {FILES: dict(sorted((files | sums_of(aside, own)).items())), TABLES: rows}
         write_state(aside, self._state, {"format": FORMAT, **of_files, **({SHARDS: shards} if shards else {})})
         put_in_place(aside, self._target)

@@ -86,7 +86,14 @@ def load(source: UserCode, args: dict[str, Any]) -> Function:
 
             function = replace(function, needs=columns_needed(function.args))
         return function
-    return describe(import_object(source, REWARD), args, source)
+    found = import_object(source, REWARD)
+    if inspect.isclass(found):  # calling it would give an instance, not rewards
+        name = source.name.rpartition(".")[2]
+        raise RewardError(
+            f"reward {source} is a class, not a function. Make an instance in its file, such as {name.lower()} = {name}(), "
+            "and name that"
+        )
+    return describe(found, args, source)
 
 
 def describe(call: Callable[..., Any], args: dict[str, Any], source: UserCode) -> Function:

@@ -88,6 +88,8 @@ class Classifier:
                 [partial(self._encoder.rendered, 0, {"prompt": "1", "completion": "1"})], f"reward {REWARD_MODEL}{path}"
             )
         self._device, self._tokens = device, REWARD_ROW_TOKENS
+        self.passes = 0
+        """Packed rows so far: whoever watches sees that it works."""
         self._context = context_of(self.model.config.get_text_config())
         self._check(dtype)
 
@@ -158,6 +160,7 @@ class Classifier:
 
     @torch.no_grad()
     def _forward(self, rows: list[list[int]]) -> list[float]:
+        self.passes += 1
         plan = PackedPlan([len(row) for row in rows], self._device)
         tokens = torch.tensor([token for row in rows for token in row], device=self._device)
         out = self.model.get_decoder()(

@@ -138,7 +138,7 @@ def assemble(
     sampled = isinstance(config, ResolvedConfig)
     updates = config.learn.updates_per_batch if sampled else 1
     config = with_plan(config, plan.run) if sampled else with_offline_plan(config, plan.run)
-    critic = stage.open_critic(config, policy, ALONE)
+    critic = stage.open_critic(config, policy.device, None, ALONE)
     governor = Governor(plan, automatic, asked.checkpoint_activations == "auto", updates)
     return Parts(config, plan, policy, reference, engine, updater, critic, governor, meter)
 

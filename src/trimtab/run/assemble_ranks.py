@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,15 @@ from trimtab.cluster.mesh import LOCALHOST, open_store
 from trimtab.cluster.process import StartRank, start_here
 from trimtab.cluster.ranks import Ranks
 from trimtab.cluster.rewards import RankedClassifier
-from trimtab.cluster.trainer import RankedTrainer
+from trimtab.cluster.trainer import RankedTrainer, RoleSet
 from trimtab.cluster.transfer import ChannelSetup
 from trimtab.cluster.updater import RankedUpdater
 from trimtab.config.resolved import ResolvedConfig, with_offline_plan, with_plan
+from trimtab.config.row_ranks import row_ranks
 from trimtab.config.run import Run
 from trimtab.observe.rank_meter import RankMeter
 from trimtab.observe.recoveries import Recoveries
+from trimtab.observe.stall_watch import STALL_STEPS
 from trimtab.plan.governor import Governor
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.planner import Choice, Plan
@@ -40,14 +43,16 @@ from trimtab.run.engines import gives_way, native_instead
 from trimtab.run.machine import machine_of_run
 from trimtab.run.rank import RankFacts, RankSetup
 from trimtab.run.ray_hosts import RayHosts, paths_of
+from trimtab.run.role_rank import RoleFacts, RoleSetup
 from trimtab.run.same_ranks import refuse_unequal_software
 from trimtab.run.shapes import shape_of, stated_models
 from trimtab.run.stage import CheckedRun, OnWait, Stage
 from trimtab.update.guard import Guard
 from trimtab.update.shares import Cost
+from trimtab.update.stats import Trained
 
-STALL_STEPS = 5
-"""Work that stands still for so many predicted steps hangs."""
+RECORDED_COLLECTIVES = 2000
+"""That a rank remembers, for when it hangs."""
 _sets = itertools.count()
 """Sets of ranks that this process has started."""
 
@@ -197,17 +202,22 @@ def start_ranks(
     logs: Path,
     recoveries: Recoveries,
     channel: ChannelSetup | None = None,
+    elsewhere: frozenset[str] = frozenset(),
+    roles: tuple[str, ...] = (),
 ) -> Ranks:
-    """Start a rank for each device. `channel`: where other ranks generate, how they are sent weights."""
+    """Start a rank for each device. `channel`: where other ranks generate, how they are sent weights. `elsewhere`: roles that
+    other ranks have. `roles`: of ranks that have only these, and not the policy's training."""
     plan, count, hosts = planned.plan, len(planned.devices), planned.hosts
     host = LOCALHOST if hosts is None else hosts.driver
     store = open_store(host)
     known = CheckedRun(ready.config, ready.device, ready.folder, ready.tokenizer, [], ready.lengths, ())
     models = stage.reward_models(ready)
-    paths = () if models is None else tuple(models.paths)
+    mine = "reward" not in elsewhere if not roles else "reward" in roles
+    paths = tuple(models.paths) if models is not None and mine else ()
     prefix, backend = f"ranks-{os.getpid()}-{next(_sets)}", planned.backend
+    make = partial(RoleSetup, roles=roles) if roles else RankSetup
     setups = [
-        RankSetup(
+        make(
             rank,
             count,
             store.port,
@@ -222,11 +232,13 @@ def start_ranks(
             planned.devices,
             host,
             channel,
+            elsewhere,
         )
         for rank, device in enumerate(planned.devices)
     ]
     read = paths_of(ready.config, paths, checkpoint)
-    ranks = open_ranks("trimtab.run.rank", planned, setups, logs, ready, read, recoveries)
+    module, name = ("trimtab.run.role_rank", roles[0]) if roles else ("trimtab.run.rank", "")
+    ranks = open_ranks(module, planned, setups, logs, ready, read, recoveries, name)
     ranks.store = store  # it lives as long as they do
     return ranks
 
@@ -234,20 +246,31 @@ def start_ranks(
 def calibrated_on(ranks: Ranks, plan: Plan, asked: Run, updaters: Iterable[RankedUpdater], engine: Fleet) -> Plan:
     """The plan after every rank has measured two micro-batches, as one device does. Not where passes need other ranks, or whole
     gradients have no room: a rank that ran short of memory would leave the others waiting."""
-    if plan.run.shard not in ("none", "optimizer"):
+    if plan.run.shard not in ("none", "optimizer") or max(row_ranks(plan.run).values()) > 1:
         return plan
     return calibrated(plan, asked, updaters, engine, lambda job, run: worst(ranks.ask("calibrate", job, run)))
 
 
-def ranked_updaters(stage: Stage, plan: Plan, ranks: Ranks, facts: list[RankFacts]) -> dict[str, RankedUpdater]:
+def ranked_updaters(
+    stage: Stage, plan: Plan, ranks: Ranks, facts: Sequence[RankFacts | RoleFacts]
+) -> dict[str, RankedUpdater]:
     shape = plan.job.shape
     cost = Cost(6.0 * shape.parameters, 12.0 * shape.hidden * shape.layers)
     full = plan.run.shard == "full"
-    equal = full or plan.run.shard == "gradients"
+    equal, sharing = full or plan.run.shard == "gradients", row_ranks(plan.run)
+    names: list[Trained] = list(facts[0].updaters)  # type: ignore[arg-type]
     return {
-        name: RankedUpdater(ranks, name, [each.updaters[name] for each in facts], stage.together, cost, equal, full)  # type: ignore[arg-type]
-        for name in facts[0].updaters
+        name: RankedUpdater(
+            ranks, name, [each.updaters[name] for each in facts], stage.together, cost, equal, full, sharing
+        )
+        for name in names
     }
+
+
+def recorder_variables(logs: Path) -> dict[str, str]:
+    """Environment of ranks in which torch remembers the latest collectives (its flight recorder), and writes what it finds wrong
+    itself beside the ranks' logs."""
+    return {"TORCH_FR_BUFFER_SIZE": str(RECORDED_COLLECTIVES), "TORCH_FR_DUMP_TEMP_FILE": str(logs / "nccl-")}
 
 
 def open_ranks(
@@ -258,14 +281,16 @@ def open_ranks(
     ready: CheckedRun,
     paths: Mapping[str, str],
     recoveries: Recoveries,
+    name: str = "",
 ) -> Ranks:
-    """Start a program for each device, wherever these are. `paths`: what the programs read there."""
+    """Start a program for each device, wherever these are. `paths`: what the programs read there. `name`: of this set."""
 
     def tell(kind: str, text: str) -> None:
         (recoveries.restarted if kind == "restarted" else recoveries.of_engine)(text)
 
     plan, count, hosts = planned.plan, len(planned.devices), planned.hosts
-    variables = {"OMP_NUM_THREADS": str(plan.run.threads)} | ({"GLOO_SOCKET_IFNAME": "lo"} if hosts is None else {})
+    variables = {name: os.environ.get(name, value) for name, value in recorder_variables(logs).items()}
+    variables |= {"OMP_NUM_THREADS": str(plan.run.threads)} | ({"GLOO_SOCKET_IFNAME": "lo"} if hosts is None else {})
     start: StartRank = start_here
     with ExitStack() as placed:
         if hosts is not None:
@@ -276,7 +301,15 @@ def open_ranks(
         on_end = placed.pop_all().close
     stall_s = STALL_STEPS * plan.times.total
     return Ranks(
-        module, setups, logs, variables=[variables] * count, tell=tell, stall_s=stall_s, start=start, on_end=on_end
+        module,
+        setups,
+        logs,
+        variables=[variables] * count,
+        tell=tell,
+        stall_s=stall_s,
+        start=start,
+        on_end=on_end,
+        name=name,
     )
 
 
@@ -291,9 +324,10 @@ def ranked_trainer(
     recoveries: Recoveries,
     updaters: Mapping[str, RankedUpdater] | None = None,
     automatic: bool | None = None,
+    beside: Sequence[RoleSet] = (),
 ) -> RankedTrainer:
     """`engine`: what shares the devices' memory with the update. `updaters`, and whether micro-batches are the planner's own
-    choice: where these are known already."""
+    choice: where these are known already. `beside`: ranks with other models."""
     updaters = ranked_updaters(stage, plan, ranks, facts) if updaters is None else updaters
     job, asked = plan.job, ready.config.run
     longest = job.longest_sequence if job.generates else job.longest_trained
@@ -305,4 +339,4 @@ def ranked_trainer(
     updates = config.learn.updates_per_batch if isinstance(config, ResolvedConfig) else 1
     automatic = is_automatic(asked, plan) if automatic is None else automatic
     governor = Governor(plan, automatic, asked.checkpoint_activations == "auto", updates)
-    return RankedTrainer(ranks, guard, governor, critic)
+    return RankedTrainer(ranks, guard, governor, critic, beside)

@@ -1,28 +1,33 @@
-"""A run in which some devices train and others generate (`run.placement: {actor: N, rollout: M}`): two sets of ranks, each with a
-plan of its own.
+"""A run whose roles are on different devices (`run.placement: {actor: N, critic: M, reference: actor, rollout: K}`): a set of
+ranks for each group of roles, each with a plan of its own.
 
-The ranks that train are those of any run without a rollout. The others have an engine and a copy of the policy. With
-`learn.staleness` both work at the same time.
+The ranks that train the policy are those of any run, without a rollout where others generate (sampler_rank.py) and without the
+models that others have (role_rank.py). What different sets do is done at the same time where it can be: the update of the critic
+beside that of the policy, scoring by one model beside scoring by another, with `learn.staleness` rollout beside both.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from trimtab.base.errors import ConfigError, Problem
+from trimtab.cluster.fleet import Fleet
 from trimtab.cluster.mesh import LOCALHOST, open_store
 from trimtab.cluster.ranks import Ranks
 from trimtab.cluster.rewards import RankedClassifier
 from trimtab.cluster.split_fleet import SplitFleet
 from trimtab.cluster.transfer import ChannelSetup
+from trimtab.config.known import ResolvedRun
 from trimtab.config.load import AnyConfig
 from trimtab.config.placement import groups_of_roles
 from trimtab.config.ranks import nearest_divisor
 from trimtab.config.resolved import ResolvedConfig, with_plan
+from trimtab.config.row_ranks import of_roles
 from trimtab.config.run import Run
 from trimtab.observe.rank_meter import RankMeter
 from trimtab.observe.recoveries import Recoveries
@@ -45,6 +50,8 @@ from trimtab.run.generating_rank import EngineFacts
 from trimtab.run.machine import machine_of_run
 from trimtab.run.rank import RankFacts
 from trimtab.run.ray_hosts import RayHosts, paths_of
+from trimtab.run.role_rank import RoleFacts
+from trimtab.run.role_sets import role_set, start_role
 from trimtab.run.same_ranks import refuse_unequal_software
 from trimtab.run.sampler_rank import SamplerSetup
 from trimtab.run.shapes import shape_of, stated_models
@@ -56,32 +63,44 @@ _channels = itertools.count()
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """A plan for each set of ranks."""
+    """A plan for each set of ranks, by its roles; the set that trains the policy is the first."""
 
-    trainers: RankPlan
-    samplers: RankPlan
+    sets: dict[tuple[str, ...], RankPlan]
+
+    @property
+    def trainers(self) -> RankPlan:
+        return next(plan for roles, plan in self.sets.items() if "actor" in roles)
+
+    @property
+    def samplers(self) -> RankPlan | None:
+        """Ranks that generate alone; None where those that train do."""
+        return self.sets.get(("rollout",))
+
+    @property
+    def others(self) -> dict[tuple[str, ...], RankPlan]:
+        """Ranks that do neither."""
+        return {roles: plan for roles, plan in self.sets.items() if not {"actor", "rollout"} & {*roles}}
 
     @property
     def devices(self) -> tuple[str, ...]:
-        return (*self.trainers.devices, *self.samplers.devices)
+        return tuple(device for plan in self.sets.values() for device in plan.devices)
 
 
-def split_sizes(config: AnyConfig) -> tuple[int, int] | None:
-    """How many devices train and how many generate, where a config says that these are not the same."""
+def split_sizes(config: AnyConfig) -> dict[tuple[str, ...], int] | None:
+    """How many devices each group of roles has, where a config says that these are not the same."""
     asked = config.run.placement
     if asked in ("auto", "colocated") or not isinstance(config, ResolvedConfig):
         return None
     refuse_unbuilt_placement(config.run)
     assert not isinstance(asked, str)
-    groups = groups_of_roles(asked)
-    return int(asked["actor"]), groups[("rollout",)]
+    return groups_of_roles(asked)
 
 
-def plan_split(ready: CheckedRun, trainers: int, samplers: int, hosts: RayHosts | None = None) -> SplitPlan:
-    """The plans for so many devices that train and so many that generate."""
-    config, count = ready.config, trainers + samplers
+def plan_split(ready: CheckedRun, sizes: Mapping[tuple[str, ...], int], hosts: RayHosts | None = None) -> SplitPlan:
+    """The plans for groups of roles with so many devices each."""
+    config, count = ready.config, sum(sizes.values())
     run = config.run.with_values({"devices": count})
-    parts = run.rollout.tensor_parallel
+    parts, samplers = run.rollout.tensor_parallel, next(n for roles, n in sizes.items() if "rollout" in roles)
     if run.external and samplers % parts:
         what = f"is {parts}, but the {samplers} devices of rollout cannot be divided into engines of {parts}"
         fix = f"Write {nearest_divisor(parts, samplers)}, or another run.placement."
@@ -96,14 +115,19 @@ def plan_split(ready: CheckedRun, trainers: int, samplers: int, hosts: RayHosts 
         pinned: dict[str, object] = {"devices": count, "placement": "auto"}
         if "actor" not in roles or count == 1:
             pinned |= {"shard": "auto", "shard_devices": "auto"}
+        if "actor" not in roles:
+            pinned |= {"sequence_parallel": of_roles(run, roles)}
         if "rollout" not in roles:
             pinned |= {"engine": "native", "rollout.tensor_parallel": 1}
         mine = machine_of(machine, count)
         plan = plan_devices(run.with_values(pinned), job_of_roles(whole, roles), mine)
         return RankPlan(plan, tuple(names[:count]), mine, notes, hosts)
 
-    others = tuple(role for role in roles_of(whole) if role != "rollout")
-    return SplitPlan(over(others, trainers, names), over(("rollout",), samplers, names[trainers:]))
+    found, there = {}, roles_of(whole)
+    for roles, each in sizes.items():
+        mine = tuple(role for role in roles if role in there)
+        found[mine], names = over(mine, each, names), names[each:]
+    return SplitPlan(found)
 
 
 def _devices(
@@ -137,47 +161,71 @@ def assemble_split(
     learns, samples = planned.trainers, planned.samplers
     host = LOCALHOST if learns.hosts is None else learns.hosts.driver
     store = open_store(host)
-    backend = "gloo" if "gloo" in (learns.backend, samples.backend) else "nccl"
-    prefix = f"channel-{os.getpid()}-{next(_channels)}"
-    by_unit = learns.plan.run.shard != "full"
-    channel = ChannelSetup(store.port, prefix, 1 + len(samples.devices), backend, by_unit, host)
-    trainers = start_ranks(learns, stage, ready, checkpoint, folder / RANK_LOGS, recoveries, channel)
-    stack.callback(trainers.close)
-    samplers = _start_samplers(samples, ready, checkpoint, folder, channel, recoveries)
-    samplers.store = store
-    stack.callback(samplers.close)
-    tell(f"loading {checkpoint or ready.config.model.path} on {len(trainers)} + {len(samplers)} ranks")
+    channel = None if samples is None else _channel_of(learns, samples, store.port, host)
+    logs, elsewhere = folder / RANK_LOGS, frozenset(role for roles in planned.others for role in roles)
+    trainers = start_ranks(learns, stage, ready, checkpoint, logs, recoveries, channel, elsewhere)
+    stack.callback(lambda kept: trainers.close(), store)  # the channel's lives as long as the sender
+    others: dict[tuple[str, ...], Ranks] = {}
+    for roles, each in planned.others.items():
+        others[roles] = start_role(each, roles, stage, ready, checkpoint, logs, recoveries)
+        stack.callback(others[roles].close)
+    samplers = None
+    if samples is not None and channel is not None:
+        samplers = _start_samplers(samples, ready, checkpoint, folder, channel, recoveries)
+        stack.callback(samplers.close)
+    counts = " + ".join(str(len(each)) for each in (trainers, *others.values(), samplers) if each is not None)
+    tell(f"loading {checkpoint or ready.config.model.path} on {counts} ranks")
     facts: list[RankFacts] = trainers.wait_until_built()
-    refuse_unequal_software([each.software for each in facts])
-    engines: list[EngineFacts] = samplers.wait_until_built()
+    of_roles: dict[tuple[str, ...], list[RoleFacts]] = {r: each.wait_until_built() for r, each in others.items()}
+    refuse_unequal_software(
+        [each.software for each in facts] + [each.software for found in of_roles.values() for each in found]
+    )
     if (models := stage.reward_models(ready)) is not None:
-        models.use([RankedClassifier(trainers, number) for number in range(len(models.paths))])
-    rollout = samples.plan.run
+        scoring = next((ranks for roles, ranks in others.items() if "reward" in roles), trainers)
+        models.use([RankedClassifier(scoring, number) for number in range(len(models.paths))])
+    engine, rollout = _open_fleet(learns, trainers, facts, samples, samplers)
+    asked = ready.config.run.placement
     run = learns.plan.run.with_values(
         {
             "devices": len(planned.devices),
-            "placement": {"actor": len(trainers), "rollout": len(samplers)},
+            "placement": dict(asked),
             "rollout": rollout.rollout,
             "engine": rollout.engine,
         }
     )
     config = with_plan(ready.config, run)
-    rows, lowered = rollout.rollout.max_sequences, [each.lowered for each in engines]
-    engine = SplitFleet(
-        samplers,
-        trainers,
-        engines[0].engine,
-        rows,
-        lowered,
-        samples.plan.engine_devices,
-        samples.plan.prefill_tokens_per_step,
-    )
-    trainer = ranked_trainer(stage, ready, config, learns.plan, trainers, facts, NoRollout(), recoveries)
+    beside = [
+        role_set(roles, others[roles], stage, planned.others[roles].plan, of_roles[roles], config, recoveries)
+        for roles in others
+    ]
+    shares = NoRollout() if samples is not None else engine
+    trainer = ranked_trainer(stage, ready, config, learns.plan, trainers, facts, shares, recoveries, beside=beside)
     stack.callback(trainer.close)
     total = facts[0].policy.device_total_gib
     meter = RankMeter(trainers, None if total is None else int(total * 2**30))
     gpus = sorted({device for device in planned.devices if device != "cpu" and learns.hosts is None})
     return BuiltRun(config, learns.plan, facts[0].policy, engine, trainer, meter, learns.notes, gpus, trainers)
+
+
+def _channel_of(learns: RankPlan, samples: RankPlan, port: int, host: str) -> ChannelSetup:
+    """Where weights go from those that train to those that generate."""
+    backend = "gloo" if "gloo" in (learns.backend, samples.backend) else "nccl"
+    prefix = f"channel-{os.getpid()}-{next(_channels)}"
+    return ChannelSetup(port, prefix, 1 + len(samples.devices), backend, learns.plan.run.shard != "full", host)
+
+
+def _open_fleet(
+    learns: RankPlan, trainers: Ranks, facts: list[RankFacts], samples: RankPlan | None, samplers: Ranks | None
+) -> tuple[Fleet, ResolvedRun]:
+    """The engines of all ranks that generate, once they are built, and how these run."""
+    plan = (learns if samples is None else samples).plan
+    rows, parts, tokens = plan.run.rollout.max_sequences, plan.engine_devices, plan.prefill_tokens_per_step
+    if samplers is None:
+        lowered = [each.lowered for each in facts]
+        return Fleet(trainers, facts[0].engine, rows, lowered, parts, tokens), plan.run
+    engines: list[EngineFacts] = samplers.wait_until_built()
+    lowered = [each.lowered for each in engines]
+    return SplitFleet(samplers, trainers, engines[0].engine, rows, lowered, parts, tokens), plan.run
 
 
 def _start_samplers(
@@ -204,4 +252,4 @@ def _start_samplers(
         for rank, device in enumerate(planned.devices)
     ]
     logs, paths = folder / RANK_LOGS / "samplers", paths_of(ready.config, (), checkpoint)
-    return open_ranks("trimtab.run.sampler_rank", planned, setups, logs, ready, paths, recoveries)
+    return open_ranks("trimtab.run.sampler_rank", planned, setups, logs, ready, paths, recoveries, "rollout")

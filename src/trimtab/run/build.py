@@ -24,7 +24,7 @@ from trimtab.config.schema import Model, Observe
 from trimtab.model import liger
 from trimtab.model.adapters import add_adapters, load_adapters
 from trimtab.model.kernel_choice import use_kernels
-from trimtab.model.load import load_config, load_model, resolve_dtype, stop_token_ids
+from trimtab.model.load import load_config, load_model, remember_whole, resolve_dtype, stop_token_ids
 from trimtab.model.policy import Policy
 from trimtab.model.sharded import ShardedPolicy
 from trimtab.plan.job import Correction, Job
@@ -80,7 +80,8 @@ def read_trained(model: Model, seed: int, device: torch.device, checkpoint: Path
         return load_model(model, device)
     source = Model(path=str(checkpoint), dtype=model.dtype, trust_remote_code=model.trust_remote_code)
     with explain_load_errors(checkpoint):
-        return load_model(source, device)
+        loaded = load_model(source, device)
+    return remember_whole(loaded, model)
 
 
 def with_known_dtype(model: Model, device: torch.device) -> Model:
@@ -212,7 +213,12 @@ def _devices_in_words(run: Run, name: str, plan: Plan) -> str:
     devices = plan.run.devices
     if not isinstance(run.placement, str):
         shard = f", shard: {plan.run.shard}" if devices > 1 else ""
-        return f"{devices} × {name} that train{shard}, {run.placement['rollout']} × {name} that generate"
+        asked = run.placement
+        if asked.keys() == {"actor", "rollout"}:
+            return f"{devices} × {name} that train{shard}, {asked['rollout']} × {name} that generate"
+        sets = {owner: [role for role in asked if asked[role] == owner] for owner in asked if asked[owner] not in asked}
+        groups = [f"{asked[owner]} × {name}: {' + '.join([owner, *more])}" for owner, more in sets.items()]
+        return ", ".join(groups) + shard
     return name if devices == 1 else f"{devices} × {name}, shard: {plan.run.shard}"
 
 

@@ -14,10 +14,11 @@ from trimtab.cluster.fleet import Fleet
 from trimtab.cluster.ranks import Ranks
 from trimtab.cluster.rewards import RankedClassifier
 from trimtab.config.resolved import ResolvedConfig
+from trimtab.observe.stall_watch import STALL_STEPS
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.work import Lengths, evaluation_job_of
 from trimtab.reward.models import ModelBackend
-from trimtab.run.assemble_ranks import STALL_STEPS, RankPlan, plan_over
+from trimtab.run.assemble_ranks import RankPlan, plan_over
 from trimtab.run.evaluation_rank import EvaluationSetup
 from trimtab.run.generating_rank import EngineFacts
 from trimtab.run.shapes import shape_of, stated_models
@@ -31,7 +32,8 @@ def plan_evaluation(config: ResolvedConfig, device: torch.device, lengths: Lengt
         stated = replace(stated_models(config, shape, machine.cpu), adapters=0, critic=None)
         return evaluation_job_of(config, stated, lengths)
 
-    return plan_over(config.run.with_values({"shard": "auto", "shard_devices": "auto"}), device, job)
+    whole = {"shard": "auto", "shard_devices": "auto", "sequence_parallel": "auto"}
+    return plan_over(config.run.with_values(whole), device, job)
 
 
 def open_fleet(

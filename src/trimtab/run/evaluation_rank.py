@@ -26,7 +26,7 @@ class EvaluationRank(GeneratingRank):
     def __init__(self, setup: EvaluationSetup, link: Link) -> None:
         super().__init__(setup, link)
         policy = Policy(load_within(setup.config.run, self._device, load_model, setup.config.model, self._device))
-        classifiers = load_classifiers(setup.reward_models, policy)
+        classifiers = load_classifiers(setup.reward_models, policy.device, policy.dtype)
         self._open_engine(setup, policy, classifiers)
 
 

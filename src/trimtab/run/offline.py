@@ -16,6 +16,7 @@ from trimtab.run.finish_step import is_due, note_outcome
 from trimtab.run.inputs import Inputs
 from trimtab.run.offline_data import Examples, OfflineStage
 from trimtab.run.open_run import open_run
+from trimtab.run.plan_ahead import plan_lines
 from trimtab.run.restarts import telling_how_it_ends, with_restarts
 from trimtab.run.roles import TrainingRun
 from trimtab.run.save_on_stop import StepSaver, save_on_stop
@@ -30,6 +31,7 @@ def dry_run(
     """Find what would stop the run before its first step, without loading weights or making a run folder."""
     with ExitStack() as stack:
         ready = stage.check(config, inputs, stack, resume=resume)
+        facts, lines = plan_lines(ready)
     print(resolved_yaml(ready.config), file=file)
     for note in filter(None, ready.notes):
         print(note, file=file)
@@ -42,9 +44,10 @@ def dry_run(
         "steps": ready.config.learn.steps,
     }
     print("\n".join(f"{key}: {value}" for key, value in result.items()), file=file)
+    print("\n".join(lines), file=file)
     example = stage.view(ready, declared_stops(config.model, ready.tokenizer))
     example.print(file)
-    return result | example.facts()
+    return result | facts | example.facts()
 
 
 @returns_memory
@@ -115,7 +118,7 @@ def step(run: OfflineRun) -> dict[str, float]:
         "run/token_budget": float(stats.token_budget),
         "run/max_microbatch_tokens": float(stats.largest),
         "run/microbatches": float(stats.microbatches),
-        "run/packing_fill": stats.row_tokens / (stats.microbatches * stats.token_budget),
+        "run/packing_fill": stats.row_tokens / (stats.microbatches * stats.token_budget * stats.row_ranks),
         "run/skipped_updates": float(not stats.applied),
         **({} if stats.behind is None else {"run/device_behind": stats.behind}),
         **({} if stats.imbalance is None else {"run/rank_imbalance": stats.imbalance}),

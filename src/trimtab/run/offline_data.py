@@ -12,8 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
 from trimtab.base.errors import ConfigError, Problem
 from trimtab.config.load import Offline
+from trimtab.config.row_ranks import longest_here
+from trimtab.config.run import Run
 from trimtab.data.examples import Checking, ExampleSet, measure_examples, validate_examples
 from trimtab.data.sources import eval_rows, train_rows
 from trimtab.data.stream import Stream
@@ -144,7 +149,9 @@ class OfflineStage(ABC):
     def reward_models(self, ready: Any) -> None:
         return None
 
-    def open_critic(self, config: Offline, policy: Policy, peers: Peers) -> Updater | None:
+    def open_critic(
+        self, config: Offline, device: torch.device, mesh: DeviceMesh | None, peers: Peers
+    ) -> Updater | None:
         return None
 
     def shorter(self, config: Offline) -> str:
@@ -202,7 +209,7 @@ def check(stage: OfflineStage, config: Offline, inputs: Inputs, stack: ExitStack
     train = measure_examples(rows, encoder, limit, 2**62 if pinned else MEASURED_CHARACTERS)
     held_out, note = _read_held_out(stage, config, inputs, tokenizer, limit)
     longest = max(train.longest, *(getattr(item, "row_tokens", len(item.tokens)) for item in held_out), 1)
-    _refuse_small_budgets(pinned, longest, stage.unit)
+    _refuse_small_budgets(config.run, pinned, longest, stage.unit)
     steps = learn.steps or max(1, math.ceil(learn.epochs * train.fitting / stage.per_step(config)))
     if learn.schedule.warmup_steps >= steps:
         what = f"{learn.schedule.warmup_steps} warm-up steps leave none of {steps} at the full learning rate"
@@ -231,11 +238,12 @@ def _limit(config: Offline) -> int:
     return asked or context
 
 
-def _refuse_small_budgets(pinned: dict[str, int], longest: int, unit: str) -> None:
+def _refuse_small_budgets(run: Run, pinned: dict[str, int], longest: int, unit: str) -> None:
     for key, value in pinned.items():
-        if value < longest:
+        here = longest_here(run, longest, key)
+        if value < here:
             what = f"{value} tokens cannot hold the longest {unit} of {longest}"
-            raise ConfigError([Problem(f"run.{key}", what, f"Write at least {longest}, or auto.")])
+            raise ConfigError([Problem(f"run.{key}", what, f"Write at least {here}, or auto.")])
 
 
 def _read_held_out(

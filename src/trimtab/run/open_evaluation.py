@@ -103,7 +103,8 @@ def _engine_here(
     if scorer.models is not None:
         scorer.models.load(policy.device, policy.dtype)
     job = evaluation_job_of(config, evaluated_models(config, policy), lengths)
-    alone = config.run.with_values({"devices": "auto", "shard": "auto", "shard_devices": "auto"})
+    whole = dict.fromkeys(("devices", "shard", "shard_devices", "sequence_parallel"), "auto")
+    alone = config.run.with_values(whole)
     plan = plan_here(alone, job, machine_here(device))
     torch.set_num_threads(plan.run.threads)
     console.waiting(f"starting the {plan.run.engine} engine")

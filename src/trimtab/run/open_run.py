@@ -34,9 +34,10 @@ from trimtab.run.build import card_facts, spare_the_collector
 from trimtab.run.facts import run_facts, uuids_of
 from trimtab.run.inputs import Inputs
 from trimtab.run.profile import check_profile, open_profile
-from trimtab.run.ray_hosts import open_hosts
+from trimtab.run.ray_hosts import RayHosts, open_hosts
 from trimtab.run.resume import load_or_init_state
 from trimtab.run.stage import CheckedRun, Stage
+from trimtab.run.stalls import watch_for_stalls
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def open_run(
     if ready.before_loading:
         console.note(ready.before_loading)
     recoveries = Recoveries(state, console.warn)
-    planned = _plan(ready, inputs)
+    planned = plan_of(ready, inputs.hosts)
     profiled = check_profile(
         inputs.profile, state.step, steps, 1 if planned is None else len(planned.devices), console.warn
     )
@@ -98,7 +99,8 @@ def open_run(
     stack.callback(stream.close)
     resumed_from = state.step if checkpoint else None
     devices = _watch(parts, stack)
-    looks = [each.look for each in (parts.meter.host_peaks, devices) if each is not None]
+    watch = None if planned is not None else watch_for_stalls(ready.config, folder, parts, journal, console, stack)
+    looks = [each.look for each in (parts.meter.host_peaks, devices, watch) if each is not None]
     journal.open(folder, resumed_from, steps, run_facts(asked, config, parts, folder, inputs), looks)
     sinks = Sinks(folder, config.observe, resumed_from)
     stack.callback(sinks.close)
@@ -132,10 +134,10 @@ def _watch(parts: BuiltRun, stack: ExitStack) -> DeviceWatch | None:
     return devices
 
 
-def _plan(ready: CheckedRun, inputs: Inputs) -> RankPlan | SplitPlan | None:
+def plan_of(ready: CheckedRun, hosts: RayHosts | None) -> RankPlan | SplitPlan | None:
     """The plan of a run on several devices; None where it runs on one, whose plan is made with its models."""
     sizes = split_sizes(ready.config)
-    return plan_ranks(ready, inputs.hosts) if sizes is None else plan_split(ready, *sizes, inputs.hosts)
+    return plan_ranks(ready, hosts) if sizes is None else plan_split(ready, sizes, hosts)
 
 
 def _builder(planned: RankPlan | SplitPlan | None) -> Callable[..., BuiltRun]:

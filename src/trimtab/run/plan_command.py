@@ -172,7 +172,7 @@ def _not_built(arranged: Arranged) -> list[str]:
         other = next((one for one in arranged.runners_up if one.built and one.staleness == chosen.staleness), None)
         instead = f" train would run {other.words()}: {other.times.total:.3g} s a step." if other else ""
         notes.append(
-            f"This placement is only predicted: this version runs all roles together, or rollout alone apart.{instead}"
+            f"This placement is only predicted: this version runs rollout with the actor, or alone on its devices.{instead}"
         )
     if chosen.devices > chosen.trainer.plan.machine.per_host:
         notes.append("Links between hosts are estimated at 50 GB/s for each device, of which 70 % are reached.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,10 @@ from trimtab.cluster.transfer import ChannelSetup, Transferred, whole_weights
 from trimtab.cluster.updater import UpdaterFacts
 from trimtab.config.known import ResolvedRun
 from trimtab.config.resolved import ResolvedConfig, with_offline_plan, with_plan
+from trimtab.config.row_ranks import row_ranks
 from trimtab.config.run import Recompute
 from trimtab.model.memory import Shortage, attempt, free, is_out_of_memory
+from trimtab.model.policy import AnyPolicy
 from trimtab.model.sharded import ShardedPolicy
 from trimtab.observe.meters import MemoryMeter
 from trimtab.plan.governor import Governor
@@ -37,6 +39,7 @@ from trimtab.plan.trials import Trial
 from trimtab.record.behind import WriteBehind
 from trimtab.record.folder import ENGINE_LOGS
 from trimtab.record.host_copy import HostCopy
+from trimtab.record.layout import RANK_LOGS
 from trimtab.record.part import CheckpointPart, PartWritten, copy_part, write_part
 from trimtab.record.saving import refuse_diverged
 from trimtab.rollout.external.lent import LentDevice
@@ -48,6 +51,7 @@ from trimtab.run.models import load_policies, load_sharded_policies, put_referen
 from trimtab.run.profile import ProfileOrders
 from trimtab.run.rollout_orders import LinkReports, RolloutOrders, load_classifiers
 from trimtab.run.same_ranks import refuse_folder_of_rank, software_here
+from trimtab.run.shapes import shape_of
 from trimtab.run.stage import CheckedRun, Stage
 from trimtab.run.tuner import time_decode, timed_update
 from trimtab.update.shares import Share
@@ -81,6 +85,8 @@ class RankSetup:
     """The driver's machine, as ranks see it."""
     channel: ChannelSetup | None = None
     """Where other ranks generate: how they are sent weights."""
+    elsewhere: frozenset[str] = frozenset()
+    """Roles of the run that other ranks have."""
 
 
 @dataclass(frozen=True)
@@ -133,13 +139,23 @@ class Rank(RolloutOrders, ProfileOrders):
         meeting = Meeting(
             setup.store_port, setup.prefix, setup.rank, setup.ranks, setup.backend, device, setup.store_host
         )
-        self._mesh = Mesh(meeting, 1 if plan.run.shard == "none" else plan.run.shard_devices)
+        self._trace_file = self._folder_of(setup) / f"rank-{setup.rank}.json"
+        self._sharing = row_ranks(plan.run)
+        """Ranks that share each micro-batch, by the model."""
+        shards = 1 if plan.run.shard == "none" else plan.run.shard_devices
+        self._mesh = Mesh(meeting, shards, {size for size in self._sharing.values() if size > 1})
         self._collective = COLLECTIVE.get(plan.run.shard, frozenset())
+        if max(self._sharing.values()) > 1:
+            self._collective |= {"accumulate", "score", "time_update"}
         self._build(setup, device)
+
+    def _folder_of(self, setup: RankSetup) -> Path:
+        """Where this rank's log is."""
+        return Path(setup.ready.folder) / RANK_LOGS
 
     def _build(self, setup: RankSetup, device: torch.device) -> None:
         stage, ready, plan, mesh = setup.stage, setup.ready, setup.plan, self._mesh
-        asked = ready.config.run
+        asked, compares = ready.config.run, "reference" not in setup.elsewhere
         self._ready, self._rank, self._ranks, self._device = ready, setup.rank, setup.ranks, device
         logs = ready.folder / ENGINE_LOGS / f"rank-{setup.rank}"
         self._copy = HostCopy(device) if CHECKPOINT_COPY in plan.ledger["checkpoint"].host else None
@@ -158,15 +174,18 @@ class Rank(RolloutOrders, ProfileOrders):
                 setup.checkpoint,
                 mesh.device_mesh,
                 mesh,
+                compares,
             )
         else:
-            policy, reference = load_within(asked, device, load_policies, ready.config, device, setup.checkpoint, mesh)
+            policy, reference = load_within(
+                asked, device, load_policies, ready.config, device, setup.checkpoint, mesh, compares
+            )
         use_planned_kernels(plan, policy, reference)
         reference = put_reference_away(reference, plan.run)
         seat = seat_of(setup.rank, setup.devices, plan.engine_devices)
         reports: Any = LinkReports(self._link)
         _, engine = stage.open_engine(ready, plan, policy, reports, logs, lambda what: None, seat)
-        self._use_engine(engine, load_classifiers(setup.reward_models, policy))
+        self._use_engine(engine, load_classifiers(setup.reward_models, device, policy.dtype))
         self._meter = MemoryMeter(device, outside=lambda: engine.non_torch_bytes)
         updater = Updater(
             policy,
@@ -178,8 +197,10 @@ class Rank(RolloutOrders, ProfileOrders):
         )
         sampled = isinstance(ready.config, ResolvedConfig)
         config = with_plan(ready.config, plan.run) if sampled else with_offline_plan(ready.config, plan.run)
-        critic = stage.open_critic(config, policy, mesh)
+        cut = mesh.device_mesh if isinstance(policy, ShardedPolicy) else None
+        critic = None if "critic" in setup.elsewhere else stage.open_critic(config, device, cut, mesh)
         self._policy, self._reference = policy, reference
+        self._share_rows(setup, {"policy": policy, "reference": reference, "critic": critic and critic.policy})
         self._updaters: dict[str, Updater] = {"policy": updater} | ({} if critic is None else {"critic": critic})
         self._trainer = LocalTrainer(
             updater, engine, Governor(plan, False, False, 1), ready.tokenizer, reference=reference, critic=critic,
@@ -191,8 +212,18 @@ class Rank(RolloutOrders, ProfileOrders):
         self._channel = setup.channel.open(0, device) if setup.channel is not None and setup.rank == 0 else None
         self._link.progress = self._progress
 
+    def _share_rows(self, setup: RankSetup, models: Mapping[Scored, AnyPolicy | None]) -> None:
+        """Tell models which ranks run the same rows."""
+        config = setup.ready.config
+        for name, model in models.items():
+            if model is None or self._sharing[name] == 1:
+                continue
+            critic = config.learn.critic.path if name == "critic" and isinstance(config, ResolvedConfig) else None
+            shape = shape_of(critic or config.model.path, config.model.trust_remote_code)
+            model.sequence = self._mesh.sequence_group(self._sharing[name], shape.attention_sizes)
+
     def ready(self) -> RankFacts:
-        updaters = {name: _facts(updater) for name, updater in self._updaters.items()}
+        updaters = {name: facts_of(updater) for name, updater in self._updaters.items()}
         facts = policy_facts(self._policy, self._ready.tokenizer)
         return RankFacts(facts, self._engine.description, self._engine.lowered, updaters, software_here())
 
@@ -200,7 +231,7 @@ class Rank(RolloutOrders, ProfileOrders):
 
     def accumulate(self, model: Trained, share: Share, kl_coef: float) -> UpdateStats:
         self._active = updater = self._updaters[model]
-        if not updater.overlaps:
+        if not updater.overlaps or updater.policy.sequence is not None:  # others wait for this rank inside a pass, then
             return updater.accumulate_share(share, kl_coef).on_host()
         outcome = attempt(lambda: updater.accumulate_share(share, kl_coef).on_host())
         if isinstance(outcome, Shortage):
@@ -279,6 +310,8 @@ class Rank(RolloutOrders, ProfileOrders):
         scorer = self._reference if by == "reference" else self._updaters[by].policy
         assert scorer is not None
         self._active.score_share(share, scorer, field)
+        if self._rank % self._sharing[by]:
+            return []  # the first of those that share rows says it
         own = len(share.batches) - share.fillers
         return [
             (place, getattr(sample, field))
@@ -385,11 +418,18 @@ class Rank(RolloutOrders, ProfileOrders):
         return replace(self._active.progress)
 
     def _progress(self) -> Any:
-        self._mesh.leave_if_asked()
+        self._look_at_store()
         return self._active.progress.part, self._active.progress.microbatch, *self._rollout_progress()
 
+    def _look_at_store(self) -> None:
+        """What this rank is told there while its own thread may hang."""
+        with suppress(RuntimeError, OSError):  # the driver is gone, or the folder
+            self._mesh.leave_if_asked()
+            self._mesh.write_trace_if_asked(self._trace_file)
 
-def _facts(updater: Updater) -> UpdaterFacts:
+
+def facts_of(updater: Any) -> UpdaterFacts:
+    """What an updater, or what only scores, says of itself."""
     return UpdaterFacts(
         token_budget=updater.token_budget,
         score_token_budget=updater.score_token_budget,

@@ -15,6 +15,7 @@ import torch
 
 from trimtab.base.errors import ConfigError, Problem
 from trimtab.base.units import MIB
+from trimtab.config.row_ranks import row_ranks
 from trimtab.config.run import Run
 from trimtab.plan.devices import nearest
 from trimtab.plan.job import Machine
@@ -66,6 +67,8 @@ class RayHosts:
                 changes["shard"] = "auto"
             if run.shard_devices != "auto" and count % run.shard_devices:
                 changes["shard_devices"] = "auto"
+            if any(count % ranks for ranks in row_ranks(run).values()):
+                changes["sequence_parallel"] = "auto"
         return run.with_values({**changes, "devices": count})
 
     def machine(self, run: Run) -> tuple[Machine, tuple[str, ...]]:

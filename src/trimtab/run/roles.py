@@ -40,6 +40,10 @@ class Trainer(Protocol):
         """Second half: change the weights by what was accumulated, all of them or none."""
         ...
 
+    def place_of(self, model: Scored) -> int:
+        """Where a model is: those of one place take turns, others can be asked at the same time, from other threads."""
+        ...
+
     @property
     def begun(self) -> int:
         """Optimizer steps so far that have begun to change weights."""

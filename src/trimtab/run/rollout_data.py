@@ -10,6 +10,7 @@ from typing import Any
 from trimtab.base.errors import ConfigError, DataError, ModelError, Problem
 from trimtab.base.suggestions import did_you_mean
 from trimtab.config.resolved import ResolvedConfig
+from trimtab.config.row_ranks import longest_here
 from trimtab.config.schema import Config
 from trimtab.data.encode import PromptEncoder, Tools, templated
 from trimtab.data.prompt import Prompt
@@ -317,10 +318,10 @@ def _refuse_small_budgets(config: Config, pinned: Mapping[str, Any], longest: in
         Problem(
             f"run.{key}",
             f"{value} tokens cannot hold the longest sequence: {longest} prompt tokens and {new} new ones",
-            f"Write at least {longest + new}, or auto.",
+            f"Write at least {here}, or auto.",
         )
         for key, value in pinned.items()
-        if value < longest + new
+        if value < (here := longest_here(config.run, longest + new, key))
     ]
     if problems:
         raise ConfigError(problems)

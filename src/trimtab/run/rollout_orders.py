@@ -11,7 +11,6 @@ import torch
 from trimtab.cluster.feed import DriverFeed
 from trimtab.cluster.serve import Link, Orders
 from trimtab.model.memory import free
-from trimtab.model.policy import Policy
 from trimtab.reward.models import Classifier
 from trimtab.rollout.engine import Engine, Request, RolloutStats
 from trimtab.rollout.external.engine import ExternalEngine
@@ -33,9 +32,9 @@ class LinkReports:
         self._link.tell("restarted", line)
 
 
-def load_classifiers(paths: Sequence[str], policy: Policy) -> list[Classifier]:
-    """The reward models of a run, on the policy's device."""
-    return [Classifier(path, policy.device, policy.dtype) for path in paths]
+def load_classifiers(paths: Sequence[str], device: torch.device, dtype: torch.dtype) -> list[Classifier]:
+    """The reward models of a run. `dtype`: the policy's."""
+    return [Classifier(path, device, dtype) for path in paths]
 
 
 class RolloutOrders(Orders):
@@ -83,7 +82,8 @@ class RolloutOrders(Orders):
         return self._classifiers[number].score(prompts, completions, self._rank, self._ranks)
 
     def _rollout_progress(self) -> tuple[int, ...]:
-        """Changes as long as the engine works, or waits for work."""
+        """Changes as long as the engine works, or waits for work, and as reward models score."""
         stats, waits = self._engine.stats, 0 if self._feed is None else self._feed.waits
         waits += self._engine.waits if isinstance(self._engine, ExternalEngine) else 0
-        return stats.decode_steps, stats.prefill_tokens, waits
+        scored = sum(each.passes for each in self._classifiers)
+        return stats.decode_steps, stats.prefill_tokens, waits, scored

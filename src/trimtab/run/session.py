@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
 from trimtab.cluster.split_fleet import SplitFleet, SplitGenerator
 from trimtab.config.resolved import PlannedConfig, ResolvedConfig, eval_in_words, resolve_config
 from trimtab.config.schema import Config
@@ -18,7 +21,6 @@ from trimtab.data.view import View
 from trimtab.model.adapters import refuse_unknown_targets
 from trimtab.model.load import load_config, refuse_without_weights
 from trimtab.model.policy import Policy, refuse_other_layers
-from trimtab.model.sharded import ShardedPolicy
 from trimtab.observe.card import rollout_batch
 from trimtab.observe.recoveries import Recoveries
 from trimtab.observe.tasks import Tasks
@@ -219,14 +221,15 @@ class RolloutStage:
     def objective(self, config: ResolvedConfig, policy: Policy) -> PolicyGradient:
         return PolicyGradient(config.learn)
 
-    def open_critic(self, config: PlannedConfig, policy: Policy, peers: Peers) -> Updater | None:
+    def open_critic(
+        self, config: PlannedConfig, device: torch.device, mesh: DeviceMesh | None, peers: Peers
+    ) -> Updater | None:
         learn, run = config.learn, config.run
         if not has_critic(learn):
             return None
         source = config.model.with_values({"path": learn.critic.path or config.model.path})
-        mesh = policy.mesh if isinstance(policy, ShardedPolicy) else None
         model = load_policy(
-            source, learn.seed, policy.device, run.kernels, shards=peers.shards, mesh=mesh, prefetch=run.prefetch,
+            source, learn.seed, device, run.kernels, shards=peers.shards, mesh=mesh, prefetch=run.prefetch,
             peers=peers,
         )  # fmt: skip
         return open_critic(model, learn, peers=peers, **update_settings(run))

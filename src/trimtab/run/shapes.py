@@ -13,7 +13,7 @@ from trimtab.base.errors import ModelError
 from trimtab.config.load import AnyConfig
 from trimtab.config.resolved import ResolvedConfig
 from trimtab.config.schema import Model
-from trimtab.model.context import config_of_layer, context_of
+from trimtab.model.context import HYBRIDS, config_of_layer, context_of
 from trimtab.plan.shape import Block, ModelShape, read_shape
 from trimtab.plan.source import described_shape
 from trimtab.plan.stated import critic_of, models_of, reward_models_of
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def loaded_models(config: AnyConfig, policy: Policy) -> Models:
     """The models of a run whose policy is loaded."""
-    from trimtab.model.quantised import codes_of
+    from trimtab.model.codes import codes_of
 
     shape = shape_of_model(policy.model)
     return Models(
@@ -72,16 +72,19 @@ def measured_shape(config: Any) -> ModelShape:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return shape_of_model(AutoModelForCausalLM.from_config(config))
+        # In bfloat16, for which the products of experts are defined without values, too.
+        return shape_of_model(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
 
 
 def shape_of_model(model: Any) -> ModelShape:
     """The shape of a built model, adapters left out; facts that its config does not state get their usual values."""
     import torch
 
-    from trimtab.model.quantised import parameter_elements
+    from trimtab.model.codes import parameter_elements
 
     text = model.config.get_text_config()
+    if text.model_type in HYBRIDS and model.device.type != "meta":
+        return measured_shape(model.config)  # where a forward pass needs no weights, and no other rank
     total = parameter_elements(model) - sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
     try:
         known = read_shape(text.to_dict())
@@ -92,7 +95,14 @@ def shape_of_model(model: Any) -> ModelShape:
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     tied = head is None or head.weight is table
     layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == text.num_hidden_layers)
-    blocks = tuple(_measured_block(config_of_layer(text, index), index, layer) for index, layer in enumerate(layers))
+    if text.model_type in HYBRIDS:
+        from trimtab.run.hybrid_shapes import measured_hybrid_blocks
+
+        blocks = measured_hybrid_blocks(model, text, list(layers))
+    else:
+        blocks = tuple(
+            _measured_block(config_of_layer(text, index), index, layer) for index, layer in enumerate(layers)
+        )
     shape = ModelShape(text.model_type, text.hidden_size, text.vocab_size, tied, blocks, 0, context_of(text))
     return replace(shape, other=total - shape.parameters)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from trimtab.data.prompt import Prompt
 from trimtab.data.stream import Stream
@@ -95,8 +96,8 @@ class Stage(Protocol):
         """What is minimised; adds to the model what it takes."""
         ...
 
-    def open_critic(self, config: Any, policy: Policy, peers: Peers) -> Updater | None:
-        """A value model beside the policy, with the plan's sizes."""
+    def open_critic(self, config: Any, device: torch.device, mesh: DeviceMesh | None, peers: Peers) -> Updater | None:
+        """A value model beside the policy, with the plan's sizes. `mesh`: of ranks that hold its weights in parts."""
         ...
 
     def shorter(self, config: Any) -> str:

@@ -100,7 +100,8 @@ def tune(tries: Tries, job: Job, most_sequences: int, report: Callable[[Trial], 
     batches = climb(most_sequences, max(1, most_sequences // 8), most_sequences, lambda n: noted(tries.decode(n)))
     tries.engine.lend()
     whole = max(job.longest_trained, job.step_row.tokens)
-    budgets = climb(min(tries.token_budget, whole), job.longest_trained, whole, lambda n: noted(tries.update(n)))
+    least = min(tries.token_budget, job.longest_trained)  # less, where devices share a sequence
+    budgets = climb(min(tries.token_budget, whole), least, whole, lambda n: noted(tries.update(n)))
     return Tuned(fastest(budgets), fastest(batches), tuple(trials))
 
 
@@ -152,8 +153,10 @@ def timed_update(updater: Updater, job: Job, budget: int) -> Trial:
     """Tokens a second of full micro-batches one after the other, with gradients already there, as in a step: the host prepares
     one while the device works on another. The best of a few, as others may use the machine too."""
     device = updater.policy.device
-    samples = list(longest_samples(job, budget, updater.policy.config.vocab_size))
-    tokens = job.row(budget).tokens
+    group = updater.policy.sequence
+    whole = budget if group is None else budget * group.ranks
+    samples = list(longest_samples(job, whole, updater.policy.config.vocab_size))
+    tokens = job.row(whole).tokens * budget // whole
 
     def once() -> float:
         started = time.perf_counter()

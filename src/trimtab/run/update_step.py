@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from trimtab.run.evaluation import success_threshold
 from trimtab.run.finish_step import note_outcome
 from trimtab.run.roles import Session, Trainer
 from trimtab.run.rollout_step import reward_parts
+from trimtab.run.side_by_side import side_by_side
 from trimtab.update.batch import Sample
 from trimtab.update.samples import (
     Batch,
@@ -31,7 +34,7 @@ from trimtab.update.samples import (
     with_gradient,
 )
 from trimtab.update.schedule import learning_rate
-from trimtab.update.stats import UpdateStats
+from trimtab.update.stats import Scored, Trained, UpdateStats
 
 
 def update(run: Session, groups: list[Group]) -> dict[str, float]:
@@ -120,16 +123,18 @@ def segment_mean(values: torch.Tensor, lengths: torch.Tensor) -> list[float]:
 
 def score(trainer: Trainer, samples: list[Sample], learn: ResolvedLearn) -> None:
     """What the objective needs to know of the samples and the update itself will not produce."""
+    wanted: list[tuple[Scored, str]] = []
     if learn.updates_per_batch > 1:
         if learn.old_logprobs == "engine":
             for sample in samples:
                 sample.old_logprobs = sample.engine_logprobs
         else:
-            trainer.score(samples, "old_logprobs")
+            wanted.append(("policy", "old_logprobs"))
     if has_reference(learn):
-        trainer.score(samples, "ref_logprobs", by="reference")
+        wanted.append(("reference", "ref_logprobs"))
     if has_critic(learn):
-        trainer.score(samples, "values", by="critic")
+        wanted.append(("critic", "values"))
+    side_by_side([(trainer.place_of(by), partial(trainer.score, samples, field, by)) for by, field in wanted])
 
 
 def next_kl_coef(kl: KL, coef: float, first: UpdateStats, trained: int) -> float:
@@ -146,17 +151,24 @@ def _optimize(run: Session, batch: Batch) -> tuple[list[tuple[list[Sample], Upda
     learn, state, trainer, observer = run.config.learn, run.state, run.trainer, run.observer
     done: list[tuple[list[Sample], UpdateStats]] = []
     valued: list[UpdateStats] = []
+    warming = has_critic(learn) and state.step < learn.critic.warmup_steps
     for number, samples in optimizer_steps(batch, learn):
+        works: list[tuple[int, Callable[[], UpdateStats]]] = []
+        passed = with_gradient(samples, learn)
         if has_critic(learn):
             rate = learning_rate(learn, state.step, number, learn.critic.lr)
-            valued.append(trainer.accumulate(samples, model="critic").complete(trainer.apply(rate, "critic")))
+            works.append((trainer.place_of("critic"), partial(_step, trainer, samples, 0.0, rate, "critic")))
+        if not warming:
+            rate = learning_rate(learn, state.step, number)
+            works.append((trainer.place_of("policy"), partial(_step, trainer, passed, state.kl_coef, rate, "policy")))
+        found = side_by_side(works)
+        if has_critic(learn):
+            valued.append(found[0])
             if not valued[-1].applied:
                 observer.warn(f"step {state.step + 1}: the critic's gradient is not finite, so its update is skipped")
-            if state.step < learn.critic.warmup_steps:
-                continue
-        rate = learning_rate(learn, state.step, number)
-        passed = with_gradient(samples, learn)
-        stats = trainer.accumulate(passed, state.kl_coef).complete(trainer.apply(rate))
+        if warming:
+            continue
+        stats = found[-1]
         stats.without_gradient = len(samples) - len(passed)
         done.append((samples, stats))
         note_outcome(state, stats, observer, "at RUN/samples for what the model writes")
@@ -164,3 +176,7 @@ def _optimize(run: Session, batch: Batch) -> tuple[list[tuple[list[Sample], Upda
             observer.note(f"{stop} received: stopping after the updates of step {state.step + 1}")
         observer.saw(stats, trainer.settings)
     return done, valued
+
+
+def _step(trainer: Trainer, samples: list[Sample], kl_coef: float, rate: float, model: Trained) -> UpdateStats:
+    return trainer.accumulate(samples, kl_coef, model).complete(trainer.apply(rate, model))

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from trimtab.model.packed import PackedPlan
+from trimtab.model.packed import PackedPlan, take_rows
+from trimtab.model.policy import AnyPolicy
+from trimtab.model.sequence import CutRow, OwnRows, SequenceGroup, cut_row
 from trimtab.model.transfer import to_device
 
 
@@ -82,14 +84,44 @@ class MicroBatch:
     targets_R: torch.Tensor
     sequence_R: torch.Tensor
     """Which sample each learned token belongs to."""
+    predictors_on_host_R: torch.Tensor
     places: list[int] = field(default_factory=list)
     """Where each sample is among all those of its step."""
+    _cuts: dict[int, CutRow] = field(default_factory=dict)
+    """This rank's part of the row, by the group that shares it."""
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
         """Tokens, predictions, keys seen, segments and pairs of a query and a key: what memory depends on."""
         plan = self.plan
         return len(self.tokens_T), len(self.targets_R), plan.keys, len(plan.lengths), plan.pairs
+
+    def sizes_on(self, group: SequenceGroup | None) -> tuple[int, int, int, int, int]:
+        """The same of what this rank has of the row."""
+        if group is None:
+            return self.sizes
+        row = self._cut(group)
+        own, plan = row.own(self.predictors_on_host_R), row.plan
+        return len(row.rows_S), len(own.mine), plan.keys, len(plan.lengths), plan.pairs
+
+    def _cut(self, group: SequenceGroup) -> CutRow:
+        if id(group) not in self._cuts:
+            self._cuts[id(group)] = cut_row(self.plan, group)
+        return self._cuts[id(group)]
+
+    def run(self, policy: AnyPolicy, chosen: torch.Tensor | None = None) -> RowRun:
+        """Hidden states that predict the learned tokens, or only the chosen of these (indices in host memory): all of them, or
+        where ranks share the row, this rank's."""
+        group, predictors = policy.sequence, self.predictors_on_host_R
+        if group is None:
+            hidden_TE = policy.hidden(self.tokens_T, self.plan.positions, self.plan)
+            places = self.predictors_R if chosen is None else self.predictors_R[to_device(chosen, hidden_TE.device)]
+            return RowRun(take_rows(hidden_TE, places), self.targets_R)
+        row = self._cut(group)
+        own = row.own(predictors if chosen is None else predictors[chosen])
+        hidden_SE = policy.hidden(self.tokens_T[row.rows_S], row.plan.positions, row.plan)
+        targets = self.targets_R[own.mine] if chosen is None else self.targets_R
+        return RowRun(take_rows(hidden_SE, own.here), targets, own)
 
     @classmethod
     def build(
@@ -122,11 +154,13 @@ class MicroBatch:
                 prefixes.append(number)
             start += inside
         counts = [len(places) for places in targets]
+        predictors_R = torch.cat(predictors)
         return cls(
             samples=ordered,
             plan=PackedPlan(lengths, device, prefixes),
             tokens_T=to_device(torch.cat(rows), device),
-            predictors_R=to_device(torch.cat(predictors), device),
+            predictors_R=to_device(predictors_R, device),
+            predictors_on_host_R=predictors_R,
             targets_R=to_device(torch.cat(targets), device),
             # NumPy's: torch would wake a thread a core for it.
             sequence_R=to_device(torch.from_numpy(np.arange(len(ordered)).repeat(counts)), device),
@@ -142,6 +176,20 @@ class MicroBatch:
         sizes = [s.learned for s in self.samples]
         for sample, part in zip(self.samples, values_R.detach().float().cpu().split(sizes)):
             setattr(sample, field, part)
+
+
+@dataclass(frozen=True)
+class RowRun:
+    """What a forward pass over a row gave."""
+
+    hidden_RE: torch.Tensor
+    targets_R: torch.Tensor
+    """The learned tokens that these predict."""
+    own: OwnRows | None = None
+
+    def whole(self, values_R: torch.Tensor) -> torch.Tensor:
+        """A number that was computed from each of the hidden states, of all of the row."""
+        return values_R if self.own is None else self.own.whole(values_R)
 
 
 def _learned_places(sample: Sample) -> torch.Tensor:

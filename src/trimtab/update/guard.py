@@ -23,7 +23,6 @@ from trimtab.model.memory import Shortage, attempt, host_memory
 from trimtab.rollout.engine import Engine
 from trimtab.update.batch import Sample
 from trimtab.update.ladder import GIB, Ladder, Rung, Tried
-from trimtab.update.shares import cap
 from trimtab.update.stats import Applied, UpdateStats
 from trimtab.update.updater import AnyUpdater
 
@@ -91,7 +90,9 @@ class Guard:
         while isinstance(outcome := attempt(lambda: self.updater.accumulate(samples, kl_coef)), Shortage):
             at = self.updater.progress
             self._lower_ceiling("token_budget", at.tokens)
-            self._recover(outcome, self._place(at.part), Tried(cap(samples, 0), at.largest), self.ladder.update)
+            self._recover(
+                outcome, self._place(at.part), Tried(self.updater.longest(samples), at.largest), self.ladder.update
+            )
         self._accumulated = samples, kl_coef
         return outcome
 
@@ -104,7 +105,7 @@ class Guard:
             self._recover(outcome, "the optimizer step", Tried(), [*freed, *self.ladder.weights])
             freed = []
             self.accumulate(samples, kl_coef)
-        self._done = Tried(cap(samples, 0), self.updater.progress.largest)
+        self._done = Tried(self.updater.longest(samples), self.updater.progress.largest)
         self._accumulated = (), 0.0
         return outcome
 
@@ -117,9 +118,8 @@ class Guard:
         while isinstance(outcome := attempt(lambda: self.updater.score(samples, policy, field)), Shortage):
             at = self.updater.progress
             self._lower_ceiling("score_token_budget", at.tokens)
-            self._recover(
-                outcome, self._place(f"scoring {field}"), Tried(cap(samples, 0), at.largest), self.ladder.score
-            )
+            tried = Tried(self.updater.longest(samples, policy), at.largest)
+            self._recover(outcome, self._place(f"scoring {field}"), tried, self.ladder.score)
 
     def run(self, where: str, work: Callable[[], Result]) -> Result:
         """Work in one piece that may be repeated (publishing, a checkpoint): once just with what is free, then with less."""

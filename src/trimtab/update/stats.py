@@ -45,11 +45,14 @@ class UpdateStats:
     tokens: int = 0
     row_tokens: int = 0
     largest: int = 0
+    """Most tokens of a micro-batch on a device."""
     microbatches: int = 0
     sizes: list[tuple[int, int, int, int, int]] = field(default_factory=list)
     """Sizes of each micro-batch, as `plan.activations.MicroBatchSize` takes them."""
     token_budget: int = 0
-    """The cap they were packed under."""
+    """The cap on what a device has of each."""
+    row_ranks: int = 1
+    """Ranks that share each micro-batch."""
     grad_norm: float = 0.0
     applied: bool = True
     behind: float | None = None
@@ -80,6 +83,7 @@ class UpdateStats:
     def of_ranks(cls, found: Sequence[UpdateStats], imbalance: float) -> UpdateStats:
         """What ranks found in their shares of a step, together."""
         whole = cls(token_budget=max(stats.token_budget for stats in found), imbalance=imbalance)
+        whole.row_ranks = found[0].row_ranks
         for stats in found:
             for name, total in stats.sums.items():
                 whole.sums[name] = whole.sums[name] + total if name in whole.sums else total

@@ -46,14 +46,16 @@ class GuardedTrainer:
         self._guards: dict[str, Guard] = {"policy": guard} | ({} if critic is None else {"critic": critic})
 
     def score(self, samples: Sequence[Sample], field: str, by: Scored = "policy") -> None:
-        guard = self.guard if by == "reference" else self._guards[by]
-        guard.score(samples, self._scorers[by], field)
+        self._guards.get(by, self.guard).score(samples, self._scorers[by], field)
 
     def accumulate(self, samples: Sequence[Sample], kl_coef: float = 0.0, model: Trained = "policy") -> UpdateStats:
         return self._guards[model].accumulate(samples, kl_coef)
 
     def apply(self, lr: float, model: Trained = "policy") -> Applied:
         return self._guards[model].apply(lr)
+
+    def place_of(self, model: Scored) -> int:
+        return 0
 
     @property
     def begun(self) -> int:

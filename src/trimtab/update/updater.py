@@ -20,6 +20,7 @@ from trimtab.config.run import Recompute
 from trimtab.model.keep import Keep
 from trimtab.model.memory import free
 from trimtab.model.policy import AnyPolicy, Policy
+from trimtab.model.sequence import tokens_here
 from trimtab.model.sharded import ShardedPolicy
 from trimtab.update.batch import MicroBatch, Sample
 from trimtab.update.early_reduction import EarlyReduction
@@ -30,7 +31,7 @@ from trimtab.update.overlapped_reduction import OverlappedReduction
 from trimtab.update.pass_clock import PassClock
 from trimtab.update.peers import ALONE, Peers
 from trimtab.update.sharded import ShardedAdamW
-from trimtab.update.shares import Share, pack_samples
+from trimtab.update.shares import Share, cap, pack_samples
 from trimtab.update.stats import Applied, UpdateStats
 
 Part = Literal["forward", "backward", "optimizer step"]
@@ -75,6 +76,9 @@ class AnyUpdater(Protocol):
 
     def abandon(self) -> None:
         """Keep nothing of a step that failed half-way, and give its memory back."""
+
+    def longest(self, samples: Sequence[Sample], policy: Any = None) -> int:
+        """Tokens of the longest sequence that a device has to hold, in passes of this policy; None: of the trained one."""
 
     def recompute(self, activations: Recompute) -> None: ...
 
@@ -213,6 +217,7 @@ class Updater:
     @torch.no_grad()
     def score(self, samples: Sequence[Sample], policy: AnyPolicy, field: str) -> None:
         """Write the objective's estimates by `policy` into one of the samples' fields. No gradient, its own budget."""
+        assert policy.sequence is None, "whoever deals rows to several ranks packs them"
         self.score_share(self._pack(samples, self.score_token_budget), policy, field)
 
     @torch.no_grad()
@@ -220,7 +225,7 @@ class Updater:
         """The same for micro-batches that are packed already."""
         self.progress = Progress()
         with policy.present():
-            batches = self._micro_batches(share)
+            batches = self._micro_batches(share, policy)
             found = [(batch, self.objective.estimate(policy, batch, self.logprob_chunk)) for batch in batches]
         for batch, estimates in found:  # the device is waited for once, after its last pass
             self.objective.write(estimates, batch, field)
@@ -236,12 +241,13 @@ class Updater:
         if self._overlapped is not None:
             self._overlapped.begin()
         self.forget_step()
-        stats.token_budget = share.cap
+        group = self.policy.sequence
+        stats.token_budget, stats.row_ranks = tokens_here(share.cap, group), 1 if group is None else group.ranks
         launching, self._clock = Launching(self.policy.device), PassClock(self.policy.device)
         if self._early is not None:
             self._early.begin()
             self.optimizer.reduced = self._early.parts
-        for number, batch in enumerate(self._micro_batches(share)):
+        for number, batch in enumerate(self._micro_batches(share, self.policy)):
             if self._early is not None:
                 self._early.begin_micro_batch()
             filler = number >= len(share.batches) - share.fillers
@@ -252,13 +258,14 @@ class Updater:
             del loss
             if self._early is not None:
                 self._early.end_micro_batch()
-            self._clock.ended(batch.tokens_T.shape[0])
+            sizes = batch.sizes_on(group)
+            self._clock.ended(sizes[0])
             if filler:
                 continue
             stats.microbatches += 1
             stats.row_tokens += batch.tokens_T.shape[0]
-            stats.largest = max(stats.largest, batch.tokens_T.shape[0])
-            stats.sizes.append(batch.sizes)
+            stats.largest = max(stats.largest, sizes[0])
+            stats.sizes.append(sizes)
         launching.end()
         self._launching = launching
         if self._overlapped is not None:
@@ -292,6 +299,9 @@ class Updater:
     def step(self, samples: Sequence[Sample], lr: float, kl_coef: float = 0.0) -> UpdateStats:
         """Both halves."""
         return self.accumulate(samples, kl_coef).complete(self.apply(lr))
+
+    def longest(self, samples: Sequence[Sample], policy: Any = None) -> int:
+        return tokens_here(cap(samples, 0), (policy or self.policy).sequence)
 
     def take_clocks(self) -> list[PassClock]:
         """Of the optimizer steps since the last call."""
@@ -364,8 +374,8 @@ class Updater:
     def _pack(self, samples: Sequence[Sample], budget: int) -> Share:
         return pack_samples(self.objective.together, samples, budget)
 
-    def _micro_batches(self, share: Share) -> Iterator[MicroBatch]:
-        loads = share.loads
+    def _micro_batches(self, share: Share, policy: AnyPolicy) -> Iterator[MicroBatch]:
+        loads = [tokens_here(load, policy.sequence) for load in share.loads]
         for number, (samples, places, load) in enumerate(zip(share.batches, share.places, loads), 1):
             self.progress = Progress("forward", number, len(loads), load, max(loads))
             log.progress = (number - 1, len(loads), "micro-batches")

@@ -1,4 +1,4 @@
-"""Products with weights in codes (model/quantised.py), on a device that has Triton.
+"""Products with weights in codes (model/codes.py), on a device that has Triton.
 
 `product` makes each tile of the weight from its codes where it is multiplied, so that codes and scales are all that is read: for
 decode steps, which wait for weights. `dequantise` makes a whole matrix, for products of many rows. Both round the product of code

@@ -13,16 +13,27 @@ import torch
 
 from trimtab.model.attention import Rules, causal_window, dense_attention
 from trimtab.model.packed import PackedPlan
-from trimtab.model.shapes import LayerShape
+from trimtab.model.recurrent import Mixer
+from trimtab.model.shapes import LayerShape, StateShape
 from trimtab.model.transfer import to_device
 from trimtab.rollout.native.kv_codes import Stored, decode, encode
+from trimtab.rollout.native.states import PrefillMixing, StateCache
 
 Empty = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 """Makes a tensor of a shape and type, contents undefined."""
 
 
+@dataclass(frozen=True)
+class Carried:
+    """What layers carry beside keys and values, and for how many rows."""
+
+    shapes: dict[int, StateShape]
+    rows: int
+
+
 class KVCache:
-    """Keys and values of every layer: a tensor of keys and one of values for each, and where these are codes their powers.
+    """Keys and values of every layer: a tensor of keys and one of values for each, and where these are codes their powers;
+    and the states of those that carry one.
 
     What is read is what was stored: with `stored` other than auto, keys and values are rounded, and attention sees them so from
     their first use on. So it makes no difference which of them a sequence finds in its pages and which it computes again.
@@ -30,8 +41,9 @@ class KVCache:
 
     def __init__(
         self, shapes: dict[int, LayerShape], pages: int, page_tokens: int, dtype: torch.dtype, empty: Empty,
-        stored: Stored = "auto",
+        carried: Carried | None = None, stored: Stored = "auto",
     ) -> None:  # fmt: skip
+        self.states = StateCache(carried.shapes, carried.rows, empty) if carried is not None else None
         self.page_tokens, self.dtype, self.stored = page_tokens, dtype, stored
         kind = {"auto": dtype, "bf16": torch.bfloat16, "fp8": torch.uint8}[stored]
         self.keys = {layer: empty((pages, page_tokens, *shape.key), kind) for layer, shape in shapes.items()}
@@ -100,6 +112,8 @@ class KVCache:
         """Free the memory, where it is the cache's own."""
         for store in (self.keys, self.values, self.key_powers, self.value_powers):
             store.clear()
+        if self.states is not None:
+            self.states.clear()
 
     def copy_page(self, source: int, target: int, tokens: int) -> None:
         """Copy the first `tokens` tokens of a page, in every layer."""
@@ -128,6 +142,8 @@ class DecodePlan:
     slots_B: torch.Tensor
     longest: int
     """Tokens of the longest sequence, the new one included."""
+    rows_B: torch.Tensor
+    """Rows of the sequences: the slots of what they carry."""
     first_page: int | None = None
     """The first page, where each sequence has one page and these lie side by side in order: nothing has to be gathered then."""
 
@@ -151,6 +167,10 @@ class DecodePlan:
             k_BKSD, v_BKSD = (x[:, :, : self.longest] for x in self.cache.read(layer, self.pages_BP))
         return dense_attention(q_BHD[:, :, None], k_BKSD, v_BKSD, rules, self._allowed(rules.window))[:, :, 0]
 
+    def recur(self, mixer: Mixer, x_BE: torch.Tensor) -> torch.Tensor:
+        assert self.cache.states is not None
+        return self.cache.states.step(mixer, x_BE, self.rows_B)
+
 
 @dataclass(frozen=True)
 class PrefillSegment:
@@ -159,6 +179,8 @@ class PrefillSegment:
     tokens: list[int]
     start: int
     pages: list[int]
+    slot: int = -1
+    """Where what layers carry is kept."""
 
     @property
     def end(self) -> int:
@@ -178,7 +200,11 @@ class PrefillPlan:
         begins = all(s.start == 0 for s in segments)
         self._seen = None if begins else to_device(torch.cat(slots), device)
         """Where everything that a segment sees is stored, segment after segment; None where that is the row itself."""
-        self._packed = PackedPlan(self.lengths, device, before=[s.start for s in segments])
+        starts = [s.start for s in segments]
+        self._packed = PackedPlan(self.lengths, device, before=starts)
+        self._mixing = None
+        if cache.states is not None:
+            self._mixing = PrefillMixing(cache.states, self.lengths, starts, [s.slot for s in segments], device)
 
     def attend(
         self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rules: Rules
@@ -187,6 +213,15 @@ class PrefillPlan:
         if self._seen is not None:
             k_TKD, v_TKD = self.cache.read_slots(layer, self._seen)
         return self._packed.attend(layer, q_THD, k_TKD, v_TKD, rules)
+
+    def recur(self, mixer: Mixer, x_TE: torch.Tensor) -> torch.Tensor:
+        assert self._mixing is not None
+        return self._mixing(mixer, x_TE)
+
+    def commit(self) -> None:
+        """Keep what layers carry at the end of every segment; keys and values are in their pages already."""
+        if self._mixing is not None:
+            self._mixing.commit()
 
 
 def cache_slots(segment: PrefillSegment, page_tokens: int) -> torch.Tensor:

@@ -29,9 +29,10 @@ from trimtab.model.memory import device_room
 from trimtab.model.packed import PackedPlan
 from trimtab.model.parts import Unfusable, Watch
 from trimtab.model.policy import TOLERANCE_NATS, Policy
+from trimtab.model.recurrent import Mixer
 from trimtab.model.shapes import LayerShape
 from trimtab.rollout.native.arena import Arena, piece_bytes
-from trimtab.rollout.native.cache import Empty, KVCache, PrefillPlan, PrefillSegment
+from trimtab.rollout.native.cache import Carried, Empty, KVCache, PrefillPlan, PrefillSegment
 from trimtab.rollout.native.fused import FusedBody, Workspace
 from trimtab.rollout.native.kernels.attention import (
     DecodeBatch,
@@ -86,6 +87,10 @@ class _ModulesPlan:
         decode_attention(self.batch, shape, rules, self.partials, q_THD, k_TKD, v_TKD, keys, values, out, powers=powers)
         return out
 
+    def recur(self, mixer: Mixer, x_TE: torch.Tensor) -> torch.Tensor:
+        assert self.cache.states is not None
+        return self.cache.states.step(mixer, x_TE, self.batch.index_B)
+
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
@@ -101,13 +106,13 @@ class CudaDecoder:
 
     def __init__(
         self, policy: Policy, shapes: dict[int, LayerShape], pages: int, page_tokens: int, max_sequences: int,
-        stored: Stored = "auto",
+        carried: Carried | None = None, stored: Stored = "auto",
     ) -> None:  # fmt: skip
         self.policy, self._stored = policy, stored
         self.pages, self.page_tokens, self.batch = pages, page_tokens, max_sequences
         self.buckets = buckets(max_sequences)
         self.replays = 0
-        self._shapes = shapes
+        self._shapes, self._carried = shapes, carried
         self._decode_shapes = [DecodeShape.of(s) for s in shapes.values()]
         self._layer_bytes = max(stored_bytes(s, policy.dtype, stored) for s in shapes.values())
         self._body, self.description = self._fuse()
@@ -246,7 +251,9 @@ class CudaDecoder:
         return total
 
     def _lay_out(self, empty: Empty) -> _Layout:
-        cache = KVCache(self._shapes, self.pages, self.page_tokens, self.policy.dtype, empty, self._stored)
+        cache = KVCache(
+            self._shapes, self.pages, self.page_tokens, self.policy.dtype, empty, self._carried, self._stored
+        )
         space = None if self._body is None else self._body.workspace(self.batch, empty)
         partials = space.partials if space is not None else Partials(self.batch, self._decode_shapes, empty)
         return _Layout(cache, space, partials, empty((self.batch, self.policy.head.weight_VE.shape[0]), torch.float32))

@@ -12,7 +12,7 @@ import torch
 from trimtab.config.learn import Sampling
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import LayerShape
-from trimtab.rollout.native.cache import DecodePlan, KVCache, PrefillPlan
+from trimtab.rollout.native.cache import Carried, DecodePlan, KVCache, PrefillPlan
 from trimtab.rollout.native.kv_codes import Stored
 from trimtab.rollout.native.pages import PagePool
 from trimtab.rollout.native.rows import Rows
@@ -29,10 +29,13 @@ class EagerDecoder:
     replays = 0
     non_torch_bytes = 0
 
-    def __init__(self, policy: Policy, shapes: dict[int, LayerShape], pool: PagePool, stored: Stored = "auto") -> None:
+    def __init__(
+        self, policy: Policy, shapes: dict[int, LayerShape], pool: PagePool, carried: Carried | None = None,
+        stored: Stored = "auto",
+    ) -> None:  # fmt: skip
         self.policy, self._stored = policy, stored
         self.pool = pool
-        self._shapes = shapes
+        self._shapes, self._carried = shapes, carried
         self.cache = self._make_cache()
 
     def lend(self) -> None:
@@ -46,7 +49,10 @@ class EagerDecoder:
         def zeros(shape: Seq[int], dtype: torch.dtype) -> torch.Tensor:  # masked scores are computed, so must be finite
             return torch.zeros(tuple(shape), dtype=dtype, device=self.policy.device)
 
-        return KVCache(self._shapes, self.pool.total, self.pool.page_tokens, self.policy.dtype, zeros, self._stored)
+        pool = self.pool
+        return KVCache(
+            self._shapes, pool.total, pool.page_tokens, self.policy.dtype, zeros, self._carried, self._stored
+        )
 
     def begin(self, rows: Rows, sampling: Sampling, longest: int) -> None:
         self._rows, self._sampling = rows, sampling
@@ -79,7 +85,7 @@ class EagerDecoder:
         index_B = rows.index(live)
         pages_BP, positions_B = rows.pages[index_B, :width], rows.state.positions[index_B]
         slots_B, longest = self.cache.slots(pages_BP, positions_B), max(s.stored for s in live) + step + 1
-        attention = DecodePlan(self.cache, pages_BP, positions_B, slots_B, longest, first_page)
+        attention = DecodePlan(self.cache, pages_BP, positions_B, slots_B, longest, index_B, first_page)
         self.draw(index_B, self.policy.hidden(rows.state.last_tokens[index_B], positions_B, attention))
 
     def close(self) -> None:

@@ -27,11 +27,11 @@ from trimtab.base.errors import EngineError, MemoryExhausted
 from trimtab.config.learn import Sampling
 from trimtab.model.memory import Shortage, attempt, free, in_parts
 from trimtab.model.policy import Policy
-from trimtab.model.shapes import LayerShape, layer_shapes
+from trimtab.model.shapes import LayerShape, layer_shapes, state_shapes
 from trimtab.rollout.collect import Collector
 from trimtab.rollout.engine import Request, RolloutStats, check_requests, refuse_while
 from trimtab.rollout.feed import Bounds, Feed
-from trimtab.rollout.native.cache import PrefillPlan, PrefillSegment
+from trimtab.rollout.native.cache import Carried, PrefillPlan, PrefillSegment
 from trimtab.rollout.native.decoder import Decoder
 from trimtab.rollout.native.eager import EagerDecoder
 from trimtab.rollout.native.handing_back import hand_back, load_of
@@ -109,8 +109,9 @@ class NativeEngine:
         self._made_with = (max_sequences, prefill_tokens, kv_bytes)
         self._shapes = shapes = layer_shapes(policy)
         page_bytes = page_tokens * sum(stored_bytes(s, policy.dtype, kv_dtype) for s in shapes.values())
-        self._prefix_cache, self._kv_dtype = prefix_cache, kv_dtype
-        self.pool = PagePool(kv_bytes // page_bytes, page_tokens, prefix_cache)
+        self._states, self._kv_dtype = state_shapes(policy), kv_dtype
+        self._prefix_cache = prefix_cache and not self._states  # pages alone do not say what layers carried there
+        self.pool = PagePool(kv_bytes // page_bytes, page_tokens, self._prefix_cache)
         self.page_bytes = page_bytes
         self._rows: Rows | None = None
         self._clock = RoundClock(max_sequences)
@@ -135,16 +136,18 @@ class NativeEngine:
 
     def _make_decoder(self, shapes: dict[int, LayerShape]) -> Decoder:
         policy = self.policy
+        carried = Carried(self._states, self.max_sequences) if self._states else None
         if policy.device.type != "cuda":
-            return EagerDecoder(policy, shapes, self.pool, self._kv_dtype)
+            return EagerDecoder(policy, shapes, self.pool, carried, self._kv_dtype)
         if policy.dtype == torch.float64 or importlib.util.find_spec("triton") is None:
-            decoder = EagerDecoder(policy, shapes, self.pool, self._kv_dtype)
+            decoder = EagerDecoder(policy, shapes, self.pool, carried, self._kv_dtype)
             lacking = "float64 has no kernels" if policy.dtype == torch.float64 else "Triton is not installed"
             decoder.description += f": {lacking}"
             return decoder
         from trimtab.rollout.native.cuda import CudaDecoder
 
-        return CudaDecoder(policy, shapes, self.pool.total, self.pool.page_tokens, self.max_sequences, self._kv_dtype)
+        pages, page_tokens = self.pool.total, self.pool.page_tokens
+        return CudaDecoder(policy, shapes, pages, page_tokens, self.max_sequences, carried, self._kv_dtype)
 
     def publish(self, version: int) -> None:
         """The weights are the trainer's own, so none moves; what was computed with the old ones is forgotten."""
@@ -219,7 +222,9 @@ class NativeEngine:
         self._decoder.begin(rows, sampling, bounds.tokens)
         replays = self._decoder.replays
         stops = StopStrings(sampling.stop, self.tokenizer)
-        work = Scheduler(self.pool, min(rows.count, self.max_sequences), self.prefill_tokens, rows.save)
+        states = self._decoder.cache.states
+        slots = None if states is None else states.prompts
+        work = Scheduler(self.pool, min(rows.count, self.max_sequences), self.prefill_tokens, rows.save, slots)
         self._clock = clock = RoundClock(min(len(work.free_rows), bounds.samples))
         asked = Collector(self.tokenizer)
         _add(requests, asked, work)
@@ -333,6 +338,9 @@ class NativeEngine:
         if copies:
             pairs = rows.to_device(copies).t()
             self._in_parts(lambda part: self._decoder.cache.copy_pages(pairs[:, part]), len(copies), "copying a page")
+        if (states := self._decoder.cache.states) is not None:
+            slots = rows.to_device([(fork.slot, fork.sequence.row) for fork in forks]).t()
+            self._in_parts(lambda part: states.copy(slots[:, part]), len(forks), "copying a state")
         for fork in forks:
             request, sequence = requests[fork.sequence.group.index], fork.sequence
             sample = request.first_sample + sequence.sample
@@ -375,10 +383,11 @@ class NativeEngine:
 
     def _fill_chunk(self, chosen: list[tuple[Filling, int]], rows: Rows) -> torch.Tensor:
         """Put tokens into their pages; returns the last hidden state of each filling."""
-        segments = [PrefillSegment(f.tokens[f.done : f.done + n], f.done, f.pages) for f, n in chosen]
+        segments = [PrefillSegment(f.tokens[f.done : f.done + n], f.done, f.pages, f.slot) for f, n in chosen]
         attention = PrefillPlan(self._decoder.cache, segments, self.policy.device)
         tokens = rows.to_device([t for s in segments for t in s.tokens])
         hidden = self._decoder.prefill(tokens, attention.positions, attention)
+        attention.commit()
         self.stats.prefill_tokens += tokens.shape[0]
         return hidden[rows.to_device(torch.tensor(attention.lengths).cumsum(0) - 1)]
 

@@ -9,13 +9,16 @@ Shapes: B batch entries, E hidden size, F feed-forward size, H query heads, K ke
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
 from trimtab.model.kernels.shared import gated
 from trimtab.model.kernels.train import rope
 from trimtab.model.norms import Norm, Rotary
-from trimtab.model.parts import LayerParts, Linears, QuantisedLinears, read_parts, rotary_tables
+from trimtab.model.parts import LayerParts, Linears, QuantisedLinears, read_parts, rotary_tables, run_mixture
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import LayerShape
 from trimtab.model.sizes import MERGE_CHUNK_ELEMENTS
@@ -124,20 +127,50 @@ class Product:
                     old.copy_(new)  # in place: graphs know the addresses
 
 
+@dataclass(frozen=True)
+class FusedDense:
+    """The products of a dense feed-forward part."""
+
+    gate_up: Product
+    activation: int
+    down: Product
+
+
 class FusedLayer:
     """One decoder layer with its products."""
 
     def __init__(self, parts: LayerParts) -> None:
         self.parts = parts
         self.qkv, self.output = Product(parts.qkv), Product(parts.output)
-        self.gate_up, self.down = Product(parts.gate_up), Product(parts.down)
+        dense = parts.dense
+        self.dense = (
+            None if dense is None else FusedDense(Product(dense.gate_up), dense.activation, Product(dense.down))
+        )
         self.decode_shape = DecodeShape.of(parts.shape)
 
     @property
     def few_rows(self) -> int:
         """Most rows that its products have their own kernel for: 0 with adapters beside them, or weights at odd addresses."""
-        products = (self.qkv, self.output, self.gate_up, self.down)
-        return most_rows(self.down.inputs) if all(p.streams for p in products) else 0
+        widest = self.output.inputs if self.dense is None else self.dense.down.inputs
+        return most_rows(widest) if all(p.streams for p in self.products) else 0
+
+    @property
+    def products(self) -> list[Product]:
+        return [self.qkv, self.output, *self.wide]
+
+    @property
+    def wide(self) -> list[Product]:
+        """Those of a dense feed-forward part."""
+        return [] if self.dense is None else [self.dense.gate_up, self.dense.down]
+
+    def feed(self, x_BE: torch.Tensor, y_BE: torch.Tensor, space: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        """[B, E]: the feed-forward part of many rows. `space`: a table of so many columns to work in."""
+        if self.dense is None:
+            assert self.parts.mixture is not None
+            return run_mixture(self.parts.mixture, x_BE)
+        narrow = space(self.dense.down.inputs)
+        gated(self.dense.gate_up(x_BE), narrow, self.dense.activation)
+        return self.dense.down(narrow, y_BE)
 
 
 class Workspace:
@@ -148,10 +181,13 @@ class Workspace:
         self.x, self.y = (empty((batch, hidden), dtype) for _ in range(2))
         self.qkv = empty((batch * max(l.qkv.outputs for l in layers),), dtype)
         self.attended = empty((batch * max(l.output.inputs for l in layers),), dtype)
-        self.gate_up = empty((batch * max(l.gate_up.outputs for l in layers),), dtype)
-        self.gated = empty((batch * max(l.down.inputs for l in layers),), dtype)
+        dense = [l.dense for l in layers if l.dense is not None]
+        self.gate_up = empty((batch * max((d.gate_up.outputs for d in dense), default=0),), dtype)
+        self.gated = empty((batch * max((d.down.inputs for d in dense), default=0),), dtype)
         few = range(1, min(batch, MAX_ROWS) + 1)
-        parts = max(rows * p.cut(rows).parts * p.outputs for l in layers for p in (l.output, l.down) for rows in few)
+        parts = max(
+            rows * p.cut(rows).parts * p.outputs for l in layers for p in (l.output, *l.wide[1:]) for rows in few
+        )
         self.parts = empty((parts,), torch.float32)
         self.partials = Partials(batch, [l.decode_shape for l in layers], empty)
 
@@ -168,7 +204,7 @@ class FusedBody:
 
     @property
     def products(self) -> list[Product]:
-        return [p for layer in self.layers for p in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        return [p for layer in self.layers for p in layer.products]
 
     @property
     def adapted_bytes(self) -> int:
@@ -202,17 +238,22 @@ class FusedBody:
         for index, layer in enumerate(self.layers):
             few = b <= layer.few_rows
             qkv, attended = _table(space.qkv, b, layer.qkv.outputs), _table(space.attended, b, layer.output.inputs)
-            narrow = _table(space.gated, b, layer.down.inputs)
             layer.qkv.few(x, qkv) if few else layer.qkv(x, qkv)
             self._attend(batch, layer, qkv, attended, cache, index, space)
             found = layer.output.few(attended, space.parts, whole=False) if few else layer.output(attended, y)
             residual_norm(residual, found, x, layer.parts.before_mlp, layer.parts.after_attention, layer.parts.factor)
-            if few:
-                layer.gate_up.few(x, narrow, layer.parts.activation)
-                found = layer.down.few(narrow, space.parts, whole=False)
+            dense = layer.dense
+            if dense is None:
+                found = layer.feed(x, y, x.new_empty)
             else:
-                gated(layer.gate_up(x, _table(space.gate_up, b, layer.gate_up.outputs)), narrow, layer.parts.activation)
-                found = layer.down(narrow, y)
+                narrow = _table(space.gated, b, dense.down.inputs)
+                if few:
+                    dense.gate_up.few(x, narrow, dense.activation)
+                    found = dense.down.few(narrow, space.parts, whole=False)
+                else:
+                    wide = _table(space.gate_up, b, dense.gate_up.outputs)
+                    gated(dense.gate_up(x, wide), narrow, dense.activation)
+                    found = dense.down(narrow, y)
             residual_norm(residual, found, x, self._following(index), layer.parts.after_mlp, layer.parts.factor)
         return x
 
@@ -230,10 +271,8 @@ class FusedBody:
             attended = plan.attend(index, q_THD, k_TKD, v_TKD, layer.parts.shape.rules)
             layer.output(attended.flatten(1), y)
             residual_norm(residual, y, x, layer.parts.before_mlp, layer.parts.after_attention, layer.parts.factor)
-            narrow = x.new_empty((x.shape[0], layer.down.inputs))
-            gated(layer.gate_up(x), narrow, layer.parts.activation)
-            layer.down(narrow, y)
-            residual_norm(residual, y, x, self._following(index), layer.parts.after_mlp, layer.parts.factor)
+            found = layer.feed(x, y, lambda columns, rows=x: rows.new_empty((rows.shape[0], columns)))
+            residual_norm(residual, found, x, self._following(index), layer.parts.after_mlp, layer.parts.factor)
         return x
 
     def _following(self, index: int) -> Norm | None:

@@ -53,7 +53,9 @@ def _forget(work: Scheduler, group: PromptGroup) -> None:
         work.ready.remove(group)
         work.pool.release(group.pages)
         group.pages = []
+        work.free_slot(group)
     else:
         filling = next(filling for filling in work.filling if filling.owner is group)
         work.filling.remove(filling)
         work.pool.release(filling.pages)
+        work.free_slot(group)

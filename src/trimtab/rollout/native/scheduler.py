@@ -12,7 +12,7 @@ sequence; the oldest sequence always makes progress, so any pool that holds one 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,8 @@ class PromptGroup:
     limits: list[int]
     """Most new tokens of each sample; there are as many samples as limits."""
     pages: list[int] = field(default_factory=list)
+    slot: int = -1
+    """Where what layers carry is kept from its prefill to its last fork; -1: nowhere."""
     forked: int = 0
     hidden: Any = None
     """Last hidden state of the prompt, from which every sample's first token is drawn."""
@@ -77,6 +79,11 @@ class Filling:
     done: int
 
     @property
+    def slot(self) -> int:
+        """Where what layers carry is kept."""
+        return self.owner.slot if isinstance(self.owner, PromptGroup) else self.owner.row
+
+    @property
     def left(self) -> int:
         return len(self.tokens) - self.done
 
@@ -87,14 +94,19 @@ class Fork:
 
     sequence: Sequence
     copy: tuple[int, int] | None
+    slot: int = -1
+    """Where what layers carry at the prompt's end is kept."""
 
 
 class Scheduler:
     """Works through a list of groups with a given number of rows and a pool of pages."""
 
     def __init__(
-        self, pool: PagePool, rows: int, prefill_tokens: int, save: Callable[[Sequence], None] = lambda sequence: None
-    ) -> None:
+        self, pool: PagePool, rows: int, prefill_tokens: int, save: Callable[[Sequence], None] = lambda sequence: None,
+        slots: Iterable[int] | None = None,
+    ) -> None:  # fmt: skip
+        """`slots`: of what layers carry at the end of a prompt; None: they carry nothing."""
+        self._free_slots = None if slots is None else sorted(slots, reverse=True)
         self.pool = pool
         self._save = save
         """Called with a running sequence that is about to lose its row, to keep its tokens and log-probs."""
@@ -167,7 +179,14 @@ class Scheduler:
             if group.forked == group.samples:
                 self.pool.release(group.pages)
                 group.pages = []
+                self.free_slot(group)
         return forks
+
+    def free_slot(self, group: PromptGroup) -> None:
+        """The state at the end of a prompt is needed no more: all its samples are forked, or it will be filled again."""
+        if self._free_slots is not None and group.slot >= 0:
+            self._free_slots.append(group.slot)
+            group.slot = -1
 
     def live(self) -> list[Sequence]:
         """Running sequences that are not at their limit once all launched steps are done; siblings side by side."""
@@ -225,8 +244,9 @@ class Scheduler:
         rows = self._uncommitted_rows()
         while self.waiting and rows > 0:
             group = self.waiting[0]
-            if not self._start_filling(group, group.prompt, reserved):
+            if self._free_slots == [] or not self._start_filling(group, group.prompt, reserved):
                 return
+            group.slot = self._free_slots.pop() if self._free_slots else -1
             self.waiting.popleft()
             rows -= group.samples - group.forked
 
@@ -264,7 +284,7 @@ class Scheduler:
         group.forked += 1
         self.running.append(sequence)
         copy = (group.pages[full], fresh[0]) if fresh else None
-        return Fork(sequence, copy)
+        return Fork(sequence, copy, group.slot)
 
     def _give_up_prompt(self, keep: PromptGroup | None = None) -> bool:
         """Take the pages of the youngest prompt that only waits to be forked; it will be prefilled again."""
@@ -272,12 +292,14 @@ class Scheduler:
             if isinstance(filling.owner, PromptGroup):
                 self.filling.remove(filling)
                 self.pool.release(filling.pages)
+                self.free_slot(filling.owner)
                 self.waiting.appendleft(filling.owner)
                 return True
         if self.ready and self.ready[-1] is not keep:
             group = self.ready.pop()
             self.pool.release(group.pages)
             group.pages = []
+            self.free_slot(group)
             self.waiting.appendleft(group)
             return True
         return False

@@ -14,7 +14,6 @@ import torch
 
 from trimtab.data.pairs import Pair
 from trimtab.learn.preferences import preference_loss
-from trimtab.model.packed import take_rows
 from trimtab.model.policy import AnyPolicy, Policy
 from trimtab.update.batch import MicroBatch, Sample
 from trimtab.update.stats import UpdateStats
@@ -64,11 +63,10 @@ class BradleyTerry:
 
     def estimate(self, policy: AnyPolicy, batch: MicroBatch, chunk: int) -> torch.Tensor:
         """[N]: the score of each sample of the micro-batch."""
-        hidden_TE = policy.hidden(batch.tokens_T, batch.plan.positions, batch.plan)
-        counts = torch.tensor([s.learned for s in batch.samples], device=hidden_TE.device)
-        rows_NE = take_rows(hidden_TE, batch.predictors_R[counts.cumsum(0) - 1])
-        scores: torch.Tensor = self.head(rows_NE.to(self.head.weight.dtype)).squeeze(-1)
-        return scores
+        counts = torch.tensor([s.learned for s in batch.samples])
+        run = batch.run(policy, counts.cumsum(0) - 1)
+        scores: torch.Tensor = self.head(run.hidden_RE.to(self.head.weight.dtype)).squeeze(-1)
+        return run.whole(scores)
 
     def write(self, estimates: torch.Tensor, batch: MicroBatch, field: str) -> None:
         for sample, score in zip(batch.samples, estimates.double().cpu()):

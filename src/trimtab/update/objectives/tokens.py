@@ -8,7 +8,6 @@ import torch
 
 from trimtab.model.gradients import Gradients
 from trimtab.model.head import TokenStats
-from trimtab.model.packed import take_rows
 from trimtab.model.policy import AnyPolicy
 from trimtab.update.batch import MicroBatch, Sample, parts_by_prompt
 
@@ -17,9 +16,9 @@ def token_stats(
     policy: AnyPolicy, batch: MicroBatch, temperature: float, chunk: int, gradients: Gradients | None = None
 ) -> TokenStats:
     """Log-prob of each learned token and the entropy there. `gradients`: where the gradient of the head's weights is added."""
-    hidden_TE = policy.hidden(batch.tokens_T, batch.plan.positions, batch.plan)
-    rows_RE = take_rows(hidden_TE, batch.predictors_R)
-    return policy.head.token_stats(rows_RE, batch.targets_R, temperature, chunk, gradients)
+    run = batch.run(policy)
+    found = policy.head.token_stats(run.hidden_RE, run.targets_R, temperature, chunk, gradients)
+    return TokenStats(run.whole(found.logprobs), run.whole(found.entropy))
 
 
 class OverTokens:

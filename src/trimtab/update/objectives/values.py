@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from trimtab.learn.values import value_loss
-from trimtab.model.packed import take_rows
 from trimtab.model.policy import AnyPolicy, Policy
 from trimtab.update.batch import MicroBatch, Sample, parts_by_prompt
 from trimtab.update.stats import UpdateStats
@@ -25,10 +24,9 @@ class Values:
         return parts_by_prompt(samples, budget)
 
     def estimate(self, policy: AnyPolicy, batch: MicroBatch, chunk: int) -> torch.Tensor:
-        hidden_TE = policy.hidden(batch.tokens_T, batch.plan.positions, batch.plan)
-        rows_RE = take_rows(hidden_TE, batch.predictors_R)
-        values: torch.Tensor = self.head(rows_RE.to(self.head.weight.dtype)).squeeze(-1)
-        return values
+        run = batch.run(policy)
+        values: torch.Tensor = self.head(run.hidden_RE.to(self.head.weight.dtype)).squeeze(-1)
+        return run.whole(values)
 
     def write(self, estimates: torch.Tensor, batch: MicroBatch, field: str) -> None:
         batch.scatter(estimates, field)

@@ -1,0 +1,176 @@
+"""Whole runs on a CUDA device against the same runs on the CPU: the same tokens, the same weights.
+
+Where there is no device the CPU plays one (tests/emulated_cuda): its rules are kept, graphs are recorded and replayed, kernels are
+interpreted, memory is lent, overwritten and runs out. On a device the same tests run on it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import emulated_cuda
+import pytest
+import torch
+from emulated_cuda.memory import DeviceMemory
+from safetensors.torch import load_file
+from tiny import tiny_model, tiny_tokenizer
+
+from tests import running
+from tests.running import Trained, letters
+from trimtab.model import kernel_choice, policy
+from trimtab.model.load import save_model
+from trimtab.rollout.native.kernels import attention
+
+REAL = torch.cuda.is_available() and emulated_cuda.current is None
+APART = 1e-3
+"""How far weights may be from the CPU's, of the way that training has moved them."""
+ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(5)]
+WORKED = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(3) for b in range(3)]
+PAIRS = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 1)} for a in range(3) for b in range(3)]
+USUAL: dict[str, Any] = {
+    "data": ROWS[:6],
+    "reward": letters,
+    "learn": {"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 4, "lr": 1e-2},
+    "run": {"token_budget": 64, "score_token_budget": 64},
+    "observe": {"samples_every": 1},
+}
+SHORT = {"learn": {"steps": 2, "sequences_per_step": 4, "lr": 1e-2}, "run": USUAL["run"]}
+STAGES = {"train": USUAL, "sft": {"data": WORKED, **SHORT}, "reward_model": {"data": PAIRS, **SHORT}}
+STAGES["reward_model"] = {**STAGES["reward_model"], "learn": {"steps": 2, "pairs_per_step": 2, "lr": 1e-2}}
+LORA = {"lora": {"r": 4}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run. `fused`: through the fused layers of the update, too, which otherwise serve half precision only."""
+
+    architecture: str = "llama"
+    shape: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    changes: dict[str, Any] = field(default_factory=dict)
+    stage: str = "train"
+    fused: bool = False
+
+
+GRPO = Case()
+KL = {"learn": {"kl": {"coef": 0.1}}}
+COVER = {
+    "grpo, fused": Case(fused=True),
+    "adapters on qwen2, fused, a reference": Case("qwen2", model=LORA, changes=KL, fused=True),
+    "ppo": Case(changes={"learn": {"algorithm": "ppo", "samples_per_prompt": 1, "prompts_per_step": 4}}),
+    "sft": Case(stage="sft", changes={"run": {"checkpoint_activations": True}}),
+}
+FULL = {
+    "grpo, plain": GRPO,
+    "reference in host memory": Case(changes={**KL, "run": {"offload": {"reference": True}}}),
+    "states of 8 bits": Case(changes={"learn": {"optimizer": {"states": "8bit"}}}),
+    "states in host memory": Case(changes={"run": {"offload": {"optimizer": True}}}),
+    "8 bits in host memory": Case(changes={"learn": {"optimizer": {"states": "8bit"}}, "run": {"offload": {"optimizer": True}}}),
+    "activations in host memory": Case(
+        changes={"run": {"offload": {"activations": True}, "checkpoint_activations": True}}, fused=True
+    ),
+    "activations of plain modules in host memory": Case(
+        changes={"run": {"offload": {"activations": True}, "checkpoint_activations": True}}
+    ),
+    "some activations": Case(changes={"run": {"checkpoint_activations": "some"}}, fused=True),
+    "recomputed": Case(changes={"run": {"checkpoint_activations": True}}, fused=True),
+    "windows": Case("mistral", fused=True, changes={"learn": {"max_new_tokens": 7}}),
+    "soft caps": Case("gemma2", fused=True, changes={"learn": {"max_new_tokens": 7}}),
+    "sinks and experts": Case("gpt_oss"),
+    "two norms": Case("gemma3_text", fused=True),
+    "head norms": Case("qwen3", fused=True),
+    "experts": Case("qwen3_moe"),
+    "mixtral": Case("mixtral"),
+    "plain modules": Case("olmo2"),
+    "joined projections": Case("phi3"),
+    "granite": Case("granite"),
+    "tied": Case(shape={"tie_word_embeddings": True}, fused=True),
+    "adapters, plain": Case(model=LORA),
+    "adapters with 8 bits": Case(model=LORA, changes={"learn": {"optimizer": {"states": "8bit"}}}, fused=True),
+    "several updates, scores before": Case(changes={"learn": {"updates_per_batch": 2}}),
+    "short of cache": Case(changes={"run": {"rollout": {"kv_memory": 12 * 2 * 2 * 8 * 4 * 2, "page_tokens": 2}}}),
+    "few at once": Case(changes={"run": {"rollout": {"max_sequences": 2, "prefill_tokens": 3}}}),
+    "memory not lent": Case(changes={"run": {"rollout": {"lend_memory": False}}}),
+    "filters": Case(changes={"learn": {"sampling": {"top_k": 20, "top_p": 0.9}}}),
+    "evaluation": Case(changes={"eval_data": ROWS[6:8], "observe": {"eval_every": 1}}),
+    "gspo": Case(changes={"learn": {"algorithm": "gspo"}}, fused=True),
+    "dapo": Case(changes={"learn": {"algorithm": "dapo"}}),
+    "reinforce++": Case(changes={"learn": {"algorithm": "reinforce++"}}),
+    "ppo with a reference and adapters": Case(model=LORA, changes={"learn": {"algorithm": "ppo", "samples_per_prompt": 1, "kl": {"coef": 0.1}}}),
+    "staleness": Case(changes={"learn": {"staleness": 1}}),
+    "sft with adapters": Case(stage="sft", model=LORA, fused=True),
+    "reward model": Case(stage="reward_model", fused=True),
+    "reward model with adapters": Case(stage="reward_model", model=LORA),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def device() -> Iterator[DeviceMemory | None]:
+    with ExitStack() as stack:
+        if REAL:
+            yield None
+        else:
+            yield emulated_cuda.current or stack.enter_context(emulated_cuda.installed())
+
+
+@pytest.fixture(autouse=True)
+def _cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every program costs the interpreter time."""
+    if not REAL:
+        monkeypatch.setattr(attention, "MAX_SPLITS", 1)
+    monkeypatch.setattr(policy, "PROBE_LENGTHS", [3, 2])
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def model_of(case: Case, tmp_path: Path, dtype: str = "float32") -> dict[str, Any]:
+    folder = tmp_path / "model"
+    if not folder.exists():
+        save_model(tiny_model(case.architecture, **{"num_hidden_layers": 2, **case.shape}), tiny_tokenizer(), folder)
+    return {"path": str(folder), "dtype": dtype, **case.model}
+
+
+def run_on(device: str, case: Case, tmp_path: Path, dtype: str = "float32", **more: Any) -> Trained:
+    changes = {**case.changes, "run": {**case.changes.get("run", {}), "device": device}, **more}
+    with pytest.MonkeyPatch.context() as patch:
+        if case.fused:
+            patch.setattr(kernel_choice, "suits", lambda device, dtype: device.type == "cuda")
+        return running.train(model_of(case, tmp_path, dtype), tmp_path / device, STAGES[case.stage], changes, case.stage)
+
+
+def completions(run: Trained) -> list[list[int]]:
+    files = sorted((run.folder / "samples").glob("step-*.jsonl"))
+    return [json.loads(line)["completion"] for file in files for line in file.read_text().splitlines()]
+
+
+def apart(case: Case, tmp_path: Path, one: Trained, two: Trained) -> float:
+    """Distance of the weights, of the way that training has moved them."""
+    first, second = (load_file(run.folder / "final/model.safetensors") for run in (one, two))
+    began = load_file(tmp_path / "model/model.safetensors")
+    assert first.keys() == second.keys()
+    moved = sum(float((first[name] - began[name]).double().square().sum()) for name in first if name in began)
+    gap = sum(float((first[name] - second[name]).double().square().sum()) for name in first)
+    assert moved > 0
+    return float((gap / moved) ** 0.5)
+
+
+def same(case: Case, tmp_path: Path, **more: Any) -> Trained:
+    """The run on the device, which is that on the CPU."""
+    host, found = run_on("cpu", case, tmp_path, **more), run_on("cuda", case, tmp_path, **more)
+    assert completions(host) == completions(found)
+    assert apart(case, tmp_path, host, found) < APART
+    return found
+
+
+@pytest.mark.parametrize("name", [*COVER, *(pytest.param(name, marks=pytest.mark.slow) for name in FULL)])
+def test_a_run_on_a_device_is_the_run_on_the_cpu(name: str, tmp_path: Path) -> None:
+    case = {**COVER, **FULL}[name]
+    found = same(case, tmp_path)
+    if case.stage == "train" and case.architecture == "llama":
+        assert found.metrics[-1]["rollout/graph_share"] == 1.0
+    if case.fused:
+        assert "fused layers" in (found.folder / "log.txt").read_text() if (found.folder / "log.txt").exists() else True

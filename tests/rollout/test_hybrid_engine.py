@@ -1,0 +1,161 @@
+"""The native engine on models whose layers carry a state: transformers' tokens when greedy, and the same tokens however the work
+is scheduled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rollout.test_engine import GREEDY, assert_same, engine, generate, prompts
+from tiny import HYBRIDS, MIXTURE_HYBRIDS, tiny_hybrid, tiny_model
+
+from trimtab.model.policy import Policy
+from trimtab.model.shapes import layer_shapes
+from trimtab.model.sizes import prompt_slots
+from trimtab.rollout.native.states import PrefillMixing, StateCache
+
+KINDS = ["qwen3_next", "lfm2", "nemotron_h", "falcon_h1"]
+"""One family of each kind of layer, and one whose layers carry a state and attend."""
+
+
+@pytest.fixture(scope="module")
+def policies() -> dict[str, Policy]:
+    return {name: Policy(tiny_hybrid(name)) for name in KINDS}
+
+
+def page_bytes(policy: Policy, page_tokens: int) -> int:
+    return page_tokens * sum(s.bytes_per_token(policy.dtype.itemsize) for s in layer_shapes(policy).values())
+
+
+def assert_greedy(policy: Policy, model: torch.nn.Module) -> None:
+    asked = prompts(4)
+    found = generate(engine(policy), asked, samples=1, sampling=GREEDY, new=12)
+    model.set_attn_implementation("eager")
+    for prompt in asked:
+        out = model.generate(
+            torch.tensor([prompt.tokens]), max_new_tokens=12, do_sample=False, eos_token_id=2, pad_token_id=0
+        )
+        assert found[prompt.id, 0].tokens.tolist() == out[0, len(prompt.tokens) :].tolist()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_greedy_tokens_equal_transformers_generate(name: str, policies: dict[str, Policy]) -> None:
+    assert_greedy(policies[name], tiny_hybrid(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in HYBRIDS if name not in KINDS])
+def test_greedy_tokens_of_further_families(name: str) -> None:
+    assert_greedy(Policy(tiny_hybrid(name)), tiny_hybrid(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MIXTURE_HYBRIDS)
+def test_greedy_tokens_of_mixtures(name: str) -> None:
+    assert_greedy(Policy(tiny_model(name, **MIXTURE_HYBRIDS[name])), tiny_model(name, **MIXTURE_HYBRIDS[name]))
+
+
+SCHEDULES = {
+    "one at a time": {"max_sequences": 1},
+    "four at a time": {"max_sequences": 4},
+    "chunks of one token": {"prefill_tokens": 1},
+    "chunks of seven": {"prefill_tokens": 7},
+    "preempted": {"pages": 15, "max_sequences": 6},
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", KINDS[:3])
+def test_tokens_do_not_depend_on_the_schedule(name: str, schedule: str, policies: dict[str, Policy]) -> None:
+    """Chunked = whole prefill, forked = independent, batch of one = batch of many, preempted = uninterrupted."""
+    policy, changes = policies[name], dict(SCHEDULES[schedule])
+    asked = prompts(5, shared=9)
+    if pages := changes.pop("pages", None):
+        changes["kv_bytes"] = pages * page_bytes(policy, 4)
+    native = engine(policy, **changes)
+    found = generate(native, asked, new=16)
+    assert_same(generate(engine(policy), asked, new=16), found)
+    if pages:
+        assert native.stats.preempted > 0
+
+
+@pytest.mark.parametrize("name", KINDS[:3])
+def test_log_probs_are_those_of_a_packed_forward_pass(name: str, policies: dict[str, Policy]) -> None:
+    policy = policies[name]
+    model = tiny_hybrid(name)
+    model.set_attn_implementation("eager")
+    for (at, _), trajectory in generate(engine(policy, prefill_tokens=5), prompts(3), samples=2, new=10).items():
+        prompt = prompts(3)[at].tokens
+        ids = torch.tensor([prompt + trajectory.tokens.tolist()])
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
+        expected = logits[len(prompt) - 1 : -1].gather(1, trajectory.tokens[:, None])[:, 0]
+        torch.testing.assert_close(trajectory.logprobs, expected, atol=1e-4, rtol=0)
+
+
+def test_an_engine_that_lends_its_memory_forgets_no_state_it_needs(policies: dict[str, Policy]) -> None:
+    policy = policies["qwen3_next"]
+    native, asked = engine(policy, lend_memory=True), prompts(3)
+    first = generate(native, asked)
+    native.lend()
+    assert_same(first, generate(native, asked))
+
+
+def test_a_prefill_that_ran_out_of_memory_half_way_is_tried_again_from_where_it_began(
+    policies: dict[str, Policy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk that fails in its last layer has changed no state."""
+    policy, asked = policies["qwen3_next"], prompts(3, shared=20)
+    expected = generate(engine(policy), asked)
+    native = engine(policy, prefill_tokens=32)
+    failures = iter([False, True])
+    prefill = native._decoder.prefill
+
+    def fails(*args: object) -> torch.Tensor:
+        hidden = prefill(*args)  # type: ignore[arg-type]
+        if next(failures, False):
+            raise torch.OutOfMemoryError("planted")
+        return hidden
+
+    monkeypatch.setattr(native._decoder, "prefill", fails)
+    assert_same(expected, generate(native, asked))
+    assert native.prefill_tokens < 32
+
+
+@pytest.fixture
+def leaking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "neighbour":  # a fork that takes what the prompt beside it carried
+        whole = StateCache.copy
+        monkeypatch.setattr(
+            StateCache, "copy", lambda self, pairs: whole(self, torch.stack((pairs[0].roll(1), pairs[1])))
+        )
+    elif request.param == "no chunk":  # a chunk that begins anew
+        begin = PrefillMixing.__init__
+        monkeypatch.setattr(
+            PrefillMixing, "__init__", lambda self, s, n, starts, *more: begin(self, s, n, [0] * len(n), *more)
+        )
+    else:  # a step that forgets
+        monkeypatch.setattr(StateCache, "write", lambda *_: None)
+
+
+@pytest.mark.parametrize("leaking", ["neighbour", "no chunk", "no step"], indirect=True)
+@pytest.mark.parametrize("name", KINDS[:3])
+def test_planted_errors_change_tokens(
+    name: str, leaking: None, policies: dict[str, Policy], request: pytest.FixtureRequest
+) -> None:
+    """The comparisons above see a state that leaks, or is lost, in every kind of layer."""
+    policy, asked = policies[name], prompts(4)
+    chunk = 1024 if request.node.callspec.params["leaking"] == "neighbour" else 5
+    model = tiny_hybrid(name)
+    model.set_attn_implementation("eager")
+    worst = 0.0
+    for (at, _), trajectory in generate(engine(policy, prefill_tokens=chunk), asked, samples=2, new=10).items():
+        ids = torch.tensor([asked[at].tokens + trajectory.tokens.tolist()])
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
+        expected = logits[len(asked[at].tokens) - 1 : -1].gather(1, trajectory.tokens[:, None])[:, 0]
+        worst = max(worst, float((trajectory.logprobs - expected).abs().max()))
+    assert worst > 1e-2
+
+
+def test_there_are_slots_for_every_row_and_a_few_prompts() -> None:
+    assert [prompt_slots(rows) for rows in (1, 8, 64, 512)] == [1, 8, 24, 136]
