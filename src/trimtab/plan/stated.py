@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from trimtab.base.errors import ConfigError, Problem
 from trimtab.config.contradiction import REWARD_MODEL
 from trimtab.config.load import AnyConfig
 from trimtab.config.resolved import ResolvedConfig
@@ -22,6 +23,10 @@ def models_of(
 ) -> Models:
     """All models, on a CPU or on a device that has kernels for a tiled head. `shape`: the policy's."""
     dtype = stated_dtype(config, cpu)
+    stored = "plain" if shape.has_experts else stored_codes(config.model.path)
+    if stored == "4bit" and config.model.lora is None and config.model.base == "auto":
+        what = f"the weights of {config.model.path} are in 4 bits, and cannot be trained as they are"
+        raise ConfigError([Problem("model.base", what, "Write model.lora: {r: 16}, or model.base: bf16.")])
     native = not cpu and dtype == "bfloat16"
     return Models(
         shape=shape,
@@ -31,7 +36,7 @@ def models_of(
         tiled_head=native and tiled_head and shape.hidden % 8 == 0,
         critic=critic_of(config, shape, shape_of),
         reward_models=reward_models_of(config, shape_of),
-        stored="plain" if shape.has_experts else stored_codes(config.model.path),
+        stored=stored,
     )
 
 
