@@ -298,8 +298,8 @@ def refuse_codes(model: Model, found: Any) -> None:
     """Refuse a checkpoint in four bits that is to be trained whole as it is."""
     if kind_stored(found) == "4bit":
         raise ModelError(
-            f"model.path: {model.path!r} holds quantised weights (bitsandbytes), which cannot be trained. Set model.lora to train "
-            "adapters over them as they are, or model.base: bf16 to train what they stand for."
+            f"model.path: {model.path!r} holds quantised weights (bitsandbytes), which cannot be trained. Set model.lora to "
+            "train adapters over them as they are, or model.base: bf16 to train what they stand for."
         )
 
 
