@@ -484,12 +484,13 @@ def test_a_run_that_generates_nothing_has_no_cache() -> None:
 
 def test_the_engine_is_told_after_what_it_runs_with() -> None:
     keys = [choice.key for choice in make_plan(Run(), qwen(), h(140)).choices]
-    assert keys[:7] == [
+    assert keys[:8] == [
         *(
             "run.devices",
             "run.shard",
             "run.shard_devices",
             "run.sequence_parallel",
+            "run.tensor_parallel",
             "run.prefetch",
             "run.overlap",
             "run.placement",
