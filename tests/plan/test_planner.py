@@ -498,7 +498,7 @@ def test_the_engine_is_told_after_what_it_runs_with() -> None:
     ]
     at = keys.index("run.engine")
     rollout = [key.startswith("run.rollout.") for key in keys]
-    assert rollout == [*[False] * 6, *[True] * (at - 6), *[False] * (len(keys) - at)]
+    assert rollout == [*[False] * 8, *[True] * (at - 8), *[False] * (len(keys) - at)]
 
 
 def test_the_native_engine_has_no_processes_whatever_is_pinned() -> None:
