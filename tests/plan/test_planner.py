@@ -484,7 +484,7 @@ def test_a_run_that_generates_nothing_has_no_cache() -> None:
 
 def test_the_engine_is_told_after_what_it_runs_with() -> None:
     keys = [choice.key for choice in make_plan(Run(), qwen(), h(140)).choices]
-    assert keys[:8] == [
+    assert keys[:9] == [
         *(
             "run.devices",
             "run.shard",
@@ -494,6 +494,7 @@ def test_the_engine_is_told_after_what_it_runs_with() -> None:
             "run.prefetch",
             "run.overlap",
             "run.placement",
+            "run.rollout.tensor_parallel",
         ),
     ]
     at = keys.index("run.engine")
