@@ -75,8 +75,7 @@ def predict_run(entry: dict[str, Any], models: dict[str, Any]) -> Predicted:
     )  # fmt: skip
     job = with_lengths(job, parse_quantiles(entry["lengths"]))
     placed = {} if entry["placement"] != "colocated" else {"devices": entry["devices"]}
-    # Whether they shared rows is not in what they published, so none do here; by itself the planner would.
-    run = Run(placement=entry["placement"], engine=entry["engine"], sequence_parallel=1, **placed)
+    run = Run(placement=entry["placement"], engine=entry["engine"], **placed)
     chosen = arrange(run, job, machine).chosen
     if not chosen.fits:  # an engine of one device does not hold it
         run = run.with_values({"engine": "auto"})
