@@ -27,7 +27,7 @@ LAYERS = (
     "layers are not cut over devices where they are trained: run.shard: full holds weights in parts, run.sequence_parallel "
     "shares long sequences, and run.rollout.tensor_parallel cuts engines"
 )
-ENGINE_CUT = "1, or more where a copy of the model does not fit on one device"
+ENGINE_CUT = "a copy of the model is cut over devices where it does not fit on each"
 LAUNCH = "sets how processes start; Trimtab starts one for each device by itself"
 
 MODES: dict[Any, str] = {

@@ -164,7 +164,7 @@ RUN_RULES: tuple[ConvertRule, ...] = (
     automatic("A.ref.ulysses_sequence_parallel_size", ROWS, "run.sequence_parallel"),
     automatic("A.actor.megatron.context_parallel_size", ROWS, "run.sequence_parallel"),
     automatic("A.ref.megatron.context_parallel_size", ROWS, "run.sequence_parallel"),
-    unsupported("A.actor.megatron.tensor_model_parallel_size A.ref.megatron.tensor_model_parallel_size", LAYERS),
+    automatic("A.actor.megatron.tensor_model_parallel_size A.ref.megatron.tensor_model_parallel_size", LAYERS),
     *each(
         unsupported,
         "algorithm.rollout_correction.rollout_rs algorithm.rollout_correction.rollout_rs_threshold "
