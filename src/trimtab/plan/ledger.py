@@ -22,10 +22,11 @@ from trimtab.model.sizes import (
     PIECES_ON_DEVICE,
     REWARD_ROW_TOKENS,
 )
-from trimtab.plan.activations import MicroBatchSize, UpdatePath, score_peak, update_peak
-from trimtab.plan.job import NO_CORRECTION, Job, Machine
+from trimtab.plan.activations import MicroBatchSize, UpdatePath, score_peak
+from trimtab.plan.job import Job, Machine
 from trimtab.plan.kv import STATES, carried_bytes, kv_cut
 from trimtab.plan.placement import SINGLE_DEVICE, Placement
+from trimtab.plan.quantised import dequantised_matrix, quantising
 from trimtab.plan.reading import reading_bytes
 from trimtab.plan.rows import row_here
 from trimtab.plan.states import (
@@ -44,6 +45,7 @@ from trimtab.plan.states import (
     reference_bytes,
     waiting_state_bytes,
 )
+from trimtab.plan.update_work import critic_path, rounding_bytes, update_work
 
 # Measured on an H200 with driver 580 (docs/log.md): 619 MiB at the first tensor, 685 after the first product, and at most 823
 # when all kernels of rollout and update are loaded and graphs of SmolLM2-135M and Qwen2.5-0.5B are captured.
@@ -58,8 +60,6 @@ KV and work: vLLM 0.25 kept 1.41 GiB at 0.5B parameters and 1.69 at 7B, SGLang 0
 CUBLAS_WORKSPACES_BYTES = 2 * 32 * MIB
 """cuBLAS takes a workspace from torch's allocator for each stream, of which there are two: the update's, and the one that graphs
 are captured on. 32 MiB each on Hopper, less on older devices."""
-ROUNDING_BYTES_PER_TENSOR = MIB // 4
-"""Lost on average by a large tensor: torch's allocator hands out a block that is up to 1 MiB larger."""
 ALLOCATOR_SLACK_SHARE = 0.02
 """Room that the allocator leaves between tensors, as a share of the most that it handed out."""
 CUDA_PROCESS_HOST_BYTES = 3 * GIB
@@ -144,17 +144,12 @@ def build_ledger(job: Job, machine: Machine, run: ResolvedRun, place: Placement 
     states = policy_and_critic(job, run, place)
     host = _host(job, machine, run, place)
     kept = (
-        "weights",
-        "adapters",
-        "reference",
-        "critic",
-        "reward models",
-        FROZEN,
-        *([] if "weights" in states else ["masters"]),
-    )
+        "weights", "adapters", "reference", "critic", "reward models", FROZEN, *([] if "weights" in states else ["masters"]),
+    )  # fmt: skip
     loaded = {name: states[name] for name in kept if name in states}
     resident = {name: size for name, size in states.items() if name != "gradients"}
-    phases, merged = [_phase("load", loaded | gathered_bytes(job, place), host | reading_bytes(job, machine))], {}
+    loading = loaded | gathered_bytes(job, place) | quantising(job)
+    phases, merged = [_phase("load", loading, host | reading_bytes(job, machine))], {}
     copy = _checkpoint_copy(job, machine, run, place) if job.training else {}
     host = host | copy
     if job.generates:
@@ -254,7 +249,7 @@ def _generating(job: Job, machine: Machine, run: ResolvedRun, place: Placement) 
     copies, parts = processes_of(run), parts_of(run, place)
     apart = (run.external or not place.shares_weights) * copies * engine_weights(job, parts, run.external)
     words = 4 * shape.vocabulary * (3 if parts > 1 and not run.external else 1)  # every device draws from all, gathered
-    return {
+    return dequantised_matrix(job, machine.cpu) | {
         "rollout weights": apart,
         "KV cache": rollout.kv_memory // kv_cut(job, parts),
         STATES: carried_bytes(job, run),
@@ -279,7 +274,7 @@ def _merged_copy(phase: Phase, job: Job, machine: Machine) -> dict[str, int]:
     if job.shape.has_experts:  # adapters on these stay beside them
         kinds = job.shape.kinds.items()
         size = job.itemsize * sum(n * i * o for block, n in kinds for i, o in job.shape.linears(block).values())
-    if not job.rank or machine.cpu or machine.device.memory - phase.device_bytes <= 2 * size:
+    if not job.rank or job.quantised or machine.cpu or machine.device.memory - phase.device_bytes <= 2 * size:
         return {}
     return {MERGED: size}
 
@@ -321,13 +316,14 @@ def _scoring(
     visiting = {}
     if job.reference and run.offload.reference:
         visiting["reference"] = reference_bytes(job, place)
-    return resident | visiting | gathered_bytes(job, place) | work
+    return resident | visiting | gathered_bytes(job, place) | work | dequantised_matrix(job, cpu=run.device == "cpu")
 
 
 def _updating(job: Job, machine: Machine, run: ResolvedRun, path: UpdatePath, sharing: int) -> dict[str, int]:
     """`sharing`: ranks that share each micro-batch."""
     rounding = {} if machine.cpu else {"rounding": rounding_bytes(job, path)}
-    return update_work(job, row_here(job, run.token_budget, sharing, machine.devices), path) | rounding
+    row = row_here(job, run.token_budget, sharing, machine.devices)
+    return update_work(job, row, path) | rounding | dequantised_matrix(job, machine.cpu)
 
 
 def embedding_gradient(job: Job, *, first: bool) -> int:
@@ -346,26 +342,6 @@ def _improving_critic(
     trained = {"gradients": gradient_bytes(job, critic_trained(job), place)}
     passing = gathered_bytes(critic, place) | buffer_bytes(critic, place)
     return [trained | passing | _updating(critic, machine, run, critic_path(path), place.rows.critic)]
-
-
-def critic_path(path: UpdatePath) -> UpdatePath:
-    """The critic's head gives one number a token: it needs no logits."""
-    return replace(path, chunk=1, tiled_head=True)
-
-
-def update_work(job: Job, row: MicroBatchSize, path: UpdatePath) -> dict[str, int]:
-    """Bytes by component as `update_peak` counts them, corrected by what was measured."""
-    found = {name: int(job.correction.factor * size) for name, size in update_peak(job.shape, row, path).items()}
-    found["activations"] = max(0, found["activations"] + job.correction.rest)
-    return found
-
-
-def rounding_bytes(job: Job, path: UpdatePath) -> int:
-    """What the allocator's rounding adds to the tensors that layers keep; once measured, it is in the correction."""
-    if job.correction != NO_CORRECTION:
-        return 0
-    tensors = {False: 9, "some": 7, True: 1}[path.recompute]
-    return ROUNDING_BYTES_PER_TENSOR * tensors * job.shape.layers
 
 
 def _stays(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> dict[str, int]:
@@ -493,5 +469,5 @@ def _on_host(phase: Phase, ranks: int) -> Phase:
     seen = {key: ranks * value for key, value in phase.device.items() if key not in (*NOT_METERED, "workspaces")}
     both = {
         key: phase.host[key] + seen[key] for key in phase.host.keys() & seen.keys()
-    }  # what waits there, and what does not
+    }  # what waits, and what does not
     return replace(phase, device={}, host=phase.host | seen | both)
