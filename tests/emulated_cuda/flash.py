@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 
-def _weights(q: torch.Tensor, k: torch.Tensor, scale: float, left: int, right: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _weights(
+    q: torch.Tensor, k: torch.Tensor, scale: float, left: int, right: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """[H, T, S] of one sequence, whose keys are aligned with its end, and the log of their sums."""
     scores = torch.einsum("thd,shd->hts", q.float(), k.float()) * scale
     length, seen = q.shape[0], k.shape[0]
@@ -24,7 +27,7 @@ def _weights(q: torch.Tensor, k: torch.Tensor, scale: float, left: int, right: i
 
 def _sequences(starts: torch.Tensor, key_starts: torch.Tensor) -> list[tuple[slice, slice]]:
     first, second = starts.tolist(), key_starts.tolist()
-    return [(slice(*a), slice(*b)) for a, b in zip(zip(first, first[1:]), zip(second, second[1:]))]
+    return [(slice(*a), slice(*b)) for a, b in zip(pairwise(first), pairwise(second))]
 
 
 def _scale(q: torch.Tensor, scale: float | None) -> float:

@@ -79,7 +79,7 @@ LONG = 65_536
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("kv_heads", [4, 1], ids=["heads", "keys"])
 def test_a_sequence_of_64k_tokens_that_fits_no_single_budget(kv_heads: int, tmp_path: Path, tokenizer) -> None:
     """Four processes with room for 16k tokens each learn from it what one with room for all learns."""

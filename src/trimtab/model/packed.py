@@ -16,6 +16,7 @@ from itertools import accumulate, groupby
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from trimtab.model.attention import Rules, causal_window, dense_attention
 from trimtab.model.recurrent import Mixer, PackedMixing
@@ -141,10 +142,10 @@ class PackedPlan:
             return dense_attention(q_NHLD, k_NKSD, v_NKSD, rules, allowed).transpose(1, 2).flatten(0, 1)
         found, step = [], max(1, MAX_MASK_ELEMENTS // (before + length))
         for first in range(0, length, step):
-            at = torch.arange(before + min(first + step, length), device=self.device)
-            mask = causal_window(at[before + first :], at, rules.window)
-            k, v = (x[:, :, : len(at)] for x in (k_NKSD, v_NKSD))
-            found.append(dense_attention(q_NHLD[:, :, first : first + step], k, v, rules, mask))
+            seen = before + min(first + step, length)
+            some = q_NHLD[:, :, first : first + step], k_NKSD[:, :, :seen], v_NKSD[:, :, :seen]
+            # Masks of all parts together would be as large as that of the whole: they are made again in the backward pass.
+            found.append(checkpoint(_last_queries, *some, rules, use_reentrant=False, preserve_rng_state=False))
         return torch.cat(found, 2).transpose(1, 2).flatten(0, 1)
 
     def _allowed(self, before: int, length: int, window: int | None) -> torch.Tensor:
@@ -159,6 +160,13 @@ class PackedPlan:
         left = -1 if rules.window is None else rules.window - 1
         where = (self._offsets, self._key_offsets, max(self.lengths), self.longest)
         return grouped_varlen_attn(q_THD, k_TKD, v_TKD, *where, rules.scale, left)
+
+
+def _last_queries(q_NHLD: torch.Tensor, k_NKSD: torch.Tensor, v_NKSD: torch.Tensor, rules: Rules) -> torch.Tensor:
+    """Attention of the queries that end with the last key."""
+    at = torch.arange(k_NKSD.shape[2], device=q_NHLD.device)
+    mask = causal_window(at[len(at) - q_NHLD.shape[2] :], at, rules.window)
+    return dense_attention(q_NHLD, k_NKSD, v_NKSD, rules, mask)
 
 
 def take_rows(x_TX: torch.Tensor, rows_S: torch.Tensor) -> torch.Tensor:

@@ -75,6 +75,8 @@ class Job:
     """Most new tokens of a sample."""
     eval_sequences: int = 0
     eval_completion: int = 0
+    stored: str | None = None
+    """How the checkpoint stores its weights, where they are dequantised on loading."""
     rank: int = 0
     """Rank of the adapters; 0: every parameter is trained."""
     adapters: int = 0

@@ -302,7 +302,8 @@ def _savings(run: Run, job: Job, machine: Machine) -> Iterator[tuple[Recompute, 
 
 
 CHOICE_ORDER = (
-    "devices", "shard", "shard_devices", "sequence_parallel", "prefetch", "overlap", "placement", "rollout.tensor_parallel",
+    "devices", "shard", "shard_devices", "sequence_parallel", "tensor_parallel", "prefetch", "overlap", "placement",
+    "rollout.tensor_parallel",
     *(f"rollout.{key}" for key in ("page_tokens", "lend_memory", "max_sequences", "prefill_tokens", "processes", "kv_memory")),
     "kernels", "threads", "reward_workers", "token_budget", "score_token_budget", "logprob_chunk", "checkpoint_activations",
     *(f"offload.{key}" for key in ("optimizer", "reference", "activations")),

@@ -16,6 +16,7 @@ from trimtab.plan.ledger import GIB, MIB, processes_of
 from trimtab.plan.place import place_over
 from trimtab.plan.placement import SHARDS, SHARDS_BUILT, Placement
 from trimtab.plan.planner import Choice, Plan, within
+from trimtab.plan.reading import refuse_reading
 from trimtab.plan.refuse_devices import refuse_devices
 from trimtab.plan.rules import page_tokens, workers_for
 from trimtab.plan.shape import Block, ModelShape
@@ -32,6 +33,7 @@ def widest(run: Run, job: Job, machine: Machine, profile: str) -> tuple[Plan, st
 def plan_here(run: Run, job: Job, machine: Machine) -> Plan:
     """The plan of a run that is about to start; raises where nothing fits."""
     refuse_devices(run, job, machine)
+    refuse_reading(run, job, machine)
     refuse_small_kv(run, job, machine)
     refuse_what_engines_cannot(run, job, machine)
     plan, profile = widest(run, job, machine, run.profile)

@@ -17,6 +17,7 @@ from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.schema import Config
 from trimtab.model.context import SERVED_LAYERS
 from trimtab.model.names import near_models
+from trimtab.model.schemes import read_scheme
 from trimtab.plan.shape import FAMILIES, ModelShape, read_shape
 from trimtab.plan.work import Lengths
 
@@ -82,6 +83,7 @@ def described_shape(path: str) -> ModelShape | None:
         known = _well_known(path)
         return None if known is None else read_shape(known)
     kind = config.get("model_type")
+    read_scheme(path, config)
     if kind not in FAMILIES or _unusual(config):
         return None
     try:
@@ -95,7 +97,14 @@ def described_shape(path: str) -> ModelShape | None:
 def _unusual(config: dict[str, Any]) -> bool:
     """A run may refuse it, though its family is known: transformers is asked then."""
     other_layers = set(config.get("layer_types") or []) - SERVED_LAYERS
-    return bool(config.get("text_config") or config.get("quantization_config") or other_layers)
+    return bool(config.get("text_config") or other_layers)
+
+
+def stored_as(path: str) -> str | None:
+    """How the weights are stored that `model.path` names, in words, where they are dequantised on loading."""
+    config = _config_json(path)
+    scheme = None if config is None else read_scheme(path, config) or read_scheme(path, config.get("text_config") or {})
+    return None if scheme is None else scheme.words
 
 
 def stated_dtype(config: AnyConfig, cpu: bool) -> str:

@@ -10,7 +10,7 @@ from trimtab.config.load import AnyConfig
 from trimtab.config.resolved import ResolvedConfig
 from trimtab.model.sizes import FUSED_FAMILIES
 from trimtab.plan.shape import ModelShape
-from trimtab.plan.source import ITEMSIZE, stated_adapters, stated_dtype
+from trimtab.plan.source import ITEMSIZE, stated_adapters, stated_dtype, stored_as
 from trimtab.plan.work import Models
 
 ShapeOf = Callable[[str, bool], ModelShape]
@@ -29,6 +29,7 @@ def models_of(
         adapters=stated_adapters(config, shape),
         fused=native and shape.kind in FUSED_FAMILIES and config.run.kernels in ("auto", "native"),
         tiled_head=native and tiled_head and shape.hidden % 8 == 0,
+        stored=stored_as(config.model.path),
         critic=critic_of(config, shape, shape_of),
         reward_models=reward_models_of(config, shape_of),
     )

@@ -31,6 +31,8 @@ class Models:
     """The update runs through fused layers."""
     tiled_head: bool = True
     """Log-probs come from kernels that store no logits."""
+    stored: str | None = None
+    """How the policy's weights are stored, where they are dequantised on loading."""
     critic: ModelShape | None = None
     reward_models: tuple[ModelShape, ...] = ()
 
@@ -126,6 +128,7 @@ def _job(models: Models, lengths: Lengths) -> Job:
         typical_prompt=lengths.typical,
         completion=1,
         reward_models=models.reward_models,
+        stored=models.stored,
     )
 
 

@@ -26,7 +26,7 @@ from trimtab.observe.recoveries import Recoveries
 from trimtab.observe.tasks import Tasks
 from trimtab.plan.planner import Plan
 from trimtab.plan.refusal import refuse_uneven_cut
-from trimtab.plan.refuse_devices import refuse_unbuilt_placement
+from trimtab.plan.refuse_devices import refuse_cut_over_missing, refuse_unbuilt_placement
 from trimtab.plan.work import refuse_mixture_keys
 from trimtab.record.batches import SampledBatch, load_batches
 from trimtab.record.checkpoint import RunState, read_state
@@ -83,6 +83,8 @@ def check(asked: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> C
     refuse_existing(folder, resume)
     refuse_unbuilt_placement(asked.run)
     refuse_without_engine(asked.run, device)
+    if inputs.hosts is None and asked.run.devices == "auto" and not isinstance(asked.run.placement, dict):
+        refuse_cut_over_missing(asked.run, 1 if device.type == "cpu" else torch.cuda.device_count())
     refuse_missing_sinks(asked.observe)
     refuse_kernels(asked.run, asked.model, device)
     config = with_found_rewards(resolve_config(asked), inputs)

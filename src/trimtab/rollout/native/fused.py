@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from trimtab.model.kernels.shared import gated
+from trimtab.model.kernels.shared import gated, whole_norms
 from trimtab.model.kernels.train import rope
 from trimtab.model.norms import Norm, Rotary
 from trimtab.model.parts import LayerParts, Linears, read_parts, rotary_tables, run_mixture
@@ -167,6 +167,7 @@ class Workspace:
         self.residual = empty((batch, hidden), torch.float32)
         self.x, self.y = (empty((batch, hidden), dtype) for _ in range(2))
         self.qkv = empty((batch * max(l.qkv.outputs for l in layers),), dtype)
+        self.head_scales = empty((2, batch), torch.float32)
         self.attended = empty((batch * max(l.output.inputs for l in layers),), dtype)
         dense = [l.dense for l in layers if l.dense is not None]
         self.gate_up = empty((batch * max((d.gate_up.outputs for d in dense), default=0),), dtype)
@@ -234,7 +235,7 @@ class FusedBody:
                 if few_of_sum
                 else self._whole(layer.output, attended, y)
             )
-            residual_norm(residual, found, x, layer.parts.before_mlp, layer.parts.after_attention, layer.parts.factor)
+            _after_attention(layer.parts, residual, found, x, y)
             dense = layer.dense
             if dense is None:
                 found = layer.feed(x, y, x.new_empty)
@@ -260,12 +261,13 @@ class FusedBody:
         for index, layer in enumerate(self.layers):
             shape = layer.decode_shape
             qkv = layer.qkv(x)
-            rotary, norm = self.rotaries[layer.parts.kind], layer.parts.head_norm
+            rotary, norm = self.rotaries[layer.parts.kind], layer.parts.each_head_norm
+            _normalise_whole(layer.parts, qkv, qkv.new_empty((2, qkv.shape[0]), dtype=torch.float32))
             rotated = rope(qkv, positions_T, shape.heads, shape.kv_heads, rotary, norm)
             q_THD, k_TKD, v_TKD = rotated.split((shape.heads, shape.kv_heads, shape.kv_heads), 1)
             attended = plan.attend(index, q_THD, k_TKD, v_TKD, layer.parts.shape.rules)
             self._whole(layer.output, attended.flatten(1), y)
-            residual_norm(residual, y, x, layer.parts.before_mlp, layer.parts.after_attention, layer.parts.factor)
+            _after_attention(layer.parts, residual, y, x, y)
             found = layer.feed(x, y, lambda columns, rows=x: rows.new_empty((rows.shape[0], columns)))
             found = found if self._add_up is None else self._add_up(found)
             residual_norm(residual, found, x, self._following(index), layer.parts.after_mlp, layer.parts.factor)
@@ -283,14 +285,32 @@ class FusedBody:
         space: Workspace,
     ) -> None:  # fmt: skip
         shape = layer.decode_shape
+        _normalise_whole(layer.parts, qkv, space.head_scales)
         b, q_size, k_size = qkv.shape[0], shape.heads * shape.size, shape.kv_heads * shape.size
         q_BHD = qkv[:, :q_size].unflatten(1, (shape.heads, shape.size))
         k_BKD = qkv[:, q_size : q_size + k_size].unflatten(1, (shape.kv_heads, shape.size))
         v_BKD = qkv[:, q_size + k_size :].unflatten(1, (shape.kv_heads, shape.value_size))
         decode_attention(
             batch, shape, layer.parts.shape.rules, space.partials, q_BHD, k_BKD, v_BKD, cache.keys[index], cache.values[index],
-            out.view(b, shape.heads, shape.value_size), self.rotaries[layer.parts.kind], layer.parts.head_norm,
+            out.view(b, shape.heads, shape.value_size), self.rotaries[layer.parts.kind],
+            layer.parts.each_head_norm,
         )  # fmt: skip
+
+
+def _after_attention(
+    parts: LayerParts, residual: torch.Tensor, found: torch.Tensor, x: torch.Tensor, spare: torch.Tensor
+) -> None:
+    """Add what attention gives to the residual; the feed-forward part reads its norm, or what attention has read."""
+    if parts.parallel:
+        residual_norm(residual, found, spare, None, None, parts.factor)
+    else:
+        residual_norm(residual, found, x, parts.before_mlp, parts.after_attention, parts.factor)
+
+
+def _normalise_whole(parts: LayerParts, qkv_BX: torch.Tensor, scales: torch.Tensor) -> None:
+    """Normalise queries and keys in place, where that is done over all heads together."""
+    if parts.head_norm is not None and parts.head_norm.whole:
+        whole_norms(qkv_BX, parts.head_norm, qkv_BX, scales)
 
 
 def _table(space: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
