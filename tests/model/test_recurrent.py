@@ -199,6 +199,8 @@ def test_families_that_are_served_are_those_that_are_compared() -> None:
         ("mamba2", {"num_heads": 8, "head_dim": 8, "n_groups": 2, "expand": 2}),
         ("jamba", {"num_experts": 1, "mamba_d_state": 4, "mamba_dt_rank": 4}),
         ("kimi_linear", {"head_dim": 8}),
+        ("mamba", {}),
+        ("recurrent_gemma", {"attention_window_size": 8}),
     ],
 )
 def test_other_families_that_carry_states_are_refused_by_name(
