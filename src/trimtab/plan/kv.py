@@ -20,7 +20,7 @@ def least_kv_bytes(job: Job, run: Run, sequences: int, page_tokens: int) -> int:
 def kv_bytes(job: Job, sequences: int, tokens: int, page_tokens: int) -> int:
     """Bytes for `sequences` sequences of `tokens` tokens, in whole pages, plus the page that a fork copies."""
     pages = -(-tokens // page_tokens) + 1
-    return sequences * pages * page_tokens * job.shape.kv_elements * job.itemsize
+    return sequences * pages * page_tokens * job.kv_token_bytes
 
 
 def step_kv_bytes(job: Job, run: Run, at_once: int, page_tokens: int) -> int:
@@ -41,7 +41,7 @@ def shared_kv_bytes(job: Job, run: Run, sequences: int, samples: int, new_tokens
     groups = min(sequences, -(-sequences // samples) + (0 if sequences % samples == 0 else 1))
     shared = -(-job.typical_prompt // page_tokens)
     own = -(-(min(job.typical_prompt, page_tokens - 1) + new_tokens) // page_tokens)
-    return (groups * shared + sequences * own) * page_tokens * job.shape.kv_elements * job.itemsize
+    return (groups * shared + sequences * own) * page_tokens * job.kv_token_bytes
 
 
 def carried_bytes(job: Job, run: ResolvedRun) -> int:

@@ -26,6 +26,7 @@ from trimtab.plan.activations import MicroBatchSize, UpdatePath, score_peak
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.kv import STATES, carried_bytes, kv_cut
 from trimtab.plan.placement import SINGLE_DEVICE, Placement
+from trimtab.plan.quantised import dequantised_matrix, quantising
 from trimtab.plan.reading import reading_bytes
 from trimtab.plan.rows import row_here
 from trimtab.plan.states import (
@@ -147,7 +148,8 @@ def build_ledger(job: Job, machine: Machine, run: ResolvedRun, place: Placement 
     )  # fmt: skip
     loaded = {name: states[name] for name in kept if name in states}
     resident = {name: size for name, size in states.items() if name != "gradients"}
-    phases, merged = [_phase("load", loaded | gathered_bytes(job, place), host | reading_bytes(job, machine))], {}
+    loading = loaded | gathered_bytes(job, place) | quantising(job)
+    phases, merged = [_phase("load", loading, host | reading_bytes(job, machine))], {}
     copy = _checkpoint_copy(job, machine, run, place) if job.training else {}
     host = host | copy
     if job.generates:
@@ -247,7 +249,7 @@ def _generating(job: Job, machine: Machine, run: ResolvedRun, place: Placement) 
     copies, parts = processes_of(run), parts_of(run, place)
     apart = (run.external or not place.shares_weights) * copies * engine_weights(job, parts, run.external)
     words = 4 * shape.vocabulary * (3 if parts > 1 and not run.external else 1)  # every device draws from all, gathered
-    return {
+    return dequantised_matrix(job, machine.cpu) | {
         "rollout weights": apart,
         "KV cache": rollout.kv_memory // kv_cut(job, parts),
         STATES: carried_bytes(job, run),
@@ -272,7 +274,7 @@ def _merged_copy(phase: Phase, job: Job, machine: Machine) -> dict[str, int]:
     if job.shape.has_experts:  # adapters on these stay beside them
         kinds = job.shape.kinds.items()
         size = job.itemsize * sum(n * i * o for block, n in kinds for i, o in job.shape.linears(block).values())
-    if not job.rank or machine.cpu or machine.device.memory - phase.device_bytes <= 2 * size:
+    if not job.rank or job.quantised or machine.cpu or machine.device.memory - phase.device_bytes <= 2 * size:
         return {}
     return {MERGED: size}
 
@@ -314,13 +316,14 @@ def _scoring(
     visiting = {}
     if job.reference and run.offload.reference:
         visiting["reference"] = reference_bytes(job, place)
-    return resident | visiting | gathered_bytes(job, place) | work
+    return resident | visiting | gathered_bytes(job, place) | work | dequantised_matrix(job, cpu=run.device == "cpu")
 
 
 def _updating(job: Job, machine: Machine, run: ResolvedRun, path: UpdatePath, sharing: int) -> dict[str, int]:
     """`sharing`: ranks that share each micro-batch."""
     rounding = {} if machine.cpu else {"rounding": rounding_bytes(job, path)}
-    return update_work(job, row_here(job, run.token_budget, sharing, machine.devices), path) | rounding
+    row = row_here(job, run.token_budget, sharing, machine.devices)
+    return update_work(job, row, path) | rounding | dequantised_matrix(job, machine.cpu)
 
 
 def embedding_gradient(job: Job, *, first: bool) -> int:

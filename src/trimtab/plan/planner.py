@@ -206,7 +206,7 @@ def _with_own_modules(run: Run, too_large: Plan, profile: str) -> Plan:
 def _with_engine(run: Run, job: Job, machine: Machine, profile: str, place: Placement) -> Plan:
     """The native engine, unless the model is cut over several devices, or another engine that is installed makes the run clearly
     faster, start-up included."""
-    others = () if machine.cpu else machine.engines
+    others = () if machine.cpu or job.quantised or job.kv_stored != "auto" else machine.engines
     over_devices = ENGINE_OVER_DEVICES if vllm_cuts(machine) else "native"
     names = ("native", *others) if place.tensor == 1 else (over_devices,)
     cut = {} if place.tensor == 1 else {"rollout.tensor_parallel": place.tensor}
