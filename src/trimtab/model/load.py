@@ -306,6 +306,11 @@ def refuse_codes(model: Model, found: Any) -> None:
 def refuse_unsupported(made: Any, name: str, config: Any) -> None:
     """Refuse a model, or the class of one, that cannot be packed; `config` is that of its text."""
     kind = getattr(config, "model_type", None)
+    if getattr(made, "_is_stateful", False) and kind not in HYBRIDS:
+        raise ModelError(
+            f"{name} has layers that carry a state from token to token, of a kind that was not compared ({kind}). "
+            f"Families with such layers that Trimtab serves: {', '.join(sorted(HYBRIDS))}."
+        )
     if not getattr(made, "_supports_attention_backend", False) and kind not in HYBRIDS:
         raise ModelError(
             f"{name} does not use transformers' attention interface, so Trimtab cannot pack sequences "
