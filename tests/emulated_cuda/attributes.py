@@ -142,6 +142,13 @@ def _makers(patches: Patches, state: State) -> None:
     def new_tensor(self: torch.Tensor, data: Any, **kwargs: Any) -> torch.Tensor:
         return tensor(data, **{"dtype": self.dtype, "device": self.device, **kwargs})
 
+    def one_hot(index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+        if num_classes < 0:
+            state.wait("one_hot without a number of classes")
+            num_classes = int(index.max()) + 1
+        return index.new_zeros((*index.shape, num_classes)).scatter_(-1, index[..., None], 1)
+
+    patches.set(torch.nn.functional, "one_hot", one_hot)
     patches.set(torch, "tensor", tensor)
     patches.set(torch, "as_tensor", as_tensor)
     patches.set(torch, "asarray", asarray)
