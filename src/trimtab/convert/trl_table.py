@@ -230,7 +230,9 @@ RULES: tuple[ConvertRule, ...] = (
     ),
     automatic("bf16", "bfloat16 with float32 masters on a GPU", "model.dtype"),
     automatic("dtype torch_dtype", "bfloat16 with float32 masters on a GPU", "model.dtype"),
-    unsupported("fp16", "Trimtab has no float16: bfloat16 needs no loss scaling"),
+    unsupported(
+        "fp16", "write model.dtype: float16 on a GPU without bfloat16; elsewhere bfloat16 needs no loss scaling"
+    ),
     automatic("tf32", "Trimtab computes float32 in full float32"),
     automatic("attn_implementation", "one attention for training and generation"),
     automatic("torch_compile", "Trimtab has its own fused kernels for known layers"),
