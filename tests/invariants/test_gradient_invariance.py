@@ -49,7 +49,7 @@ CASES: dict[str, list[Any]] = {
     "rollout.python": [None],  # of vllm: test_engines.py
     "rollout.eager": [None],
     "rollout.processes": ["auto"],
-    "rollout.tensor_parallel": [1],
+    "rollout.tensor_parallel": ["auto", 1],  # over several ranks: tests/cluster/test_cut_engine.py
     "offload.optimizer": [True, False],
     "offload.reference": [False],  # true needs a reference policy: below
     "offload.activations": [True, False],

@@ -18,7 +18,7 @@ from trimtab.model import grouped
 from trimtab.model.adapters import add_adapters, load_adapters, save_adapters
 from trimtab.model.experts import EXPERTS_NAME, expert_modules, use_grouped_experts
 from trimtab.model.gradients import Gradients
-from trimtab.model.grouped import Order
+from trimtab.model.grouped import ExpertOrder
 from trimtab.model.load import save_model
 from trimtab.model.packed import PackedPlan
 from trimtab.model.parts import run_mixture
@@ -58,14 +58,14 @@ def test_grouped_products_compute_what_the_models_own_experts_do(architecture: s
 def test_a_token_that_goes_to_the_neighbours_expert_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above can fail: one pair more in one expert, one less in the next."""
     model = tiny_model("qwen3_moe", dtype=torch.float64, num_hidden_layers=2).to(DEVICE)
-    own, right = passes(model), Order.of.__func__
+    own, right = passes(model), ExpertOrder.of.__func__
 
     def wrong(cls, index_TK, experts):
         order = right(cls, index_TK, experts)
         order.ends_G[0] += 1
         return order
 
-    monkeypatch.setattr(Order, "of", classmethod(wrong))
+    monkeypatch.setattr(ExpertOrder, "of", classmethod(wrong))
     use_grouped_experts(model)
     with pytest.raises(AssertionError):
         assert_same(own, passes(model), 1e-3)
@@ -73,8 +73,8 @@ def test_a_token_that_goes_to_the_neighbours_expert_is_seen(monkeypatch: pytest.
 
 def test_every_policy_runs_its_experts_so_and_is_compared_with_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Policy(tiny_model("qwen3_moe")).model.config._experts_implementation == EXPERTS_NAME
-    right = Order.combine
-    monkeypatch.setattr(Order, "combine", lambda order, y, weights=None: right(order, y.roll(1, 0), weights))
+    right = ExpertOrder.combine
+    monkeypatch.setattr(ExpertOrder, "combine", lambda order, y, weights=None: right(order, y.roll(1, 0), weights))
     with pytest.raises(Exception, match="computes different log-probs when sequences are packed"):
         Policy(tiny_model("qwen3_moe"))
 
@@ -166,7 +166,7 @@ def cases(rows: int, experts: int, inputs: int, outputs: int) -> tuple[torch.Ten
 def test_kernels_compute_what_a_loop_over_experts_does(rows: int, experts: int, inputs: int, outputs: int) -> None:
     kernels = pytest.importorskip("trimtab.model.kernels.grouped", reason="Triton is not installed")
     index, x, dout, w = cases(rows, experts, inputs, outputs)
-    order = Order.of(index, experts)
+    order = ExpertOrder.of(index, experts)
     expected = torch.stack([row @ w[expert] for row, expert in zip(x, order.expert_S)])
     torch.testing.assert_close(kernels.product(x, w, order.ends_G), expected, atol=1e-4, rtol=1e-4)
     turned = w.transpose(1, 2).contiguous().transpose(1, 2)

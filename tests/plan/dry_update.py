@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.plan.live import Live
 from trimtab.config.algorithms import resolve
 from trimtab.config.learn import Learn
-from trimtab.model import head, packed
+from trimtab.model import grouped, head, packed
 from trimtab.model.policy import Policy
 from trimtab.update.batch import MicroBatch, Sample
 from trimtab.update.objectives.policy_gradient import PolicyGradient
@@ -97,6 +97,7 @@ def _pretend_kernels() -> None:
 
     packed.PackedPlan.attend = attend  # type: ignore[method-assign]
     packed._take = lambda x, rows, copies: packed._Copies.apply(x, rows, *copies())  # type: ignore[assignment]
+    grouped._by_kernels = lambda _: True
     head._has_kernels = lambda hidden, weight: True
     layer.add_product = head.add_product = lambda total, a, b: None
     torch.mm = product  # type: ignore[assignment]

@@ -47,7 +47,7 @@ def cases(count: int) -> list[dict[str, Any]]:
 
 
 def test_the_count_is_what_the_code_allocates() -> None:
-    work = cases(24)
+    work = cases(24) + mixtures(12)
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.plan.dry_update"], input=json.dumps(work), capture_output=True, text=True,
@@ -58,7 +58,24 @@ def test_the_count_is_what_the_code_allocates() -> None:
         shape = read_shape(AutoConfig.for_model(case["kind"], **case["config"]).to_dict())
         row = MicroBatchSize(seen["tokens"], seen["predicted"], seen["seen"], seen["segments"])
         counted = sum(update_peak(shape, row, UpdatePath(2, True, case["kept"], case["chunk"], True)).values())
-        assert 0.999 < counted / seen["peak"] < 1.02, (case, seen, counted)
+        band = 1.12 if shape.has_experts else 1.02  # how the router computes differs between families
+        assert 0.999 < counted / seen["peak"] < band, (case, seen, counted)
+
+
+def mixtures(count: int) -> list[dict[str, Any]]:
+    numbers = random.Random(6)
+    for index, case in enumerate(found := cases(count)):
+        case["kind"] = ["qwen3_moe", "mixtral"][index % 2]
+        case["kept"] = [False, "some", True][index % 3]
+        experts = {
+            "num_experts": numbers.choice([16, 64]),
+            "moe_intermediate_size": numbers.choice([64, 192]),
+            "decoder_sparse_step": 1,
+        }
+        if index % 2:
+            experts = {"num_local_experts": 8, "intermediate_size": numbers.choice([64, 192])}
+        case["config"] |= experts | {"num_experts_per_tok": numbers.choice([2, 4])}
+    return found
 
 
 def test_rows_of_groups_are_what_is_packed() -> None:

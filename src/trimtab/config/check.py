@@ -16,7 +16,8 @@ from trimtab.config.algorithms import GROUP_ADVANTAGES, RECIPES, resolve
 from trimtab.config.contradiction import Contradiction, changed, clash, reward_name
 from trimtab.config.conversation import conversation
 from trimtab.config.learn import Learn
-from trimtab.config.objectives import curriculum, judges, normalized, reward_models, tasks
+from trimtab.config.mixture import routes
+from trimtab.config.objectives import judges, normalized, reward_models, tasks
 from trimtab.config.placement import placement
 from trimtab.config.ranks import cut_engine, ranks
 from trimtab.config.resolved import FILTERS, STOPS
@@ -46,7 +47,7 @@ def clashes(config: Config | Offline) -> list[Contradiction]:
     if isinstance(config, Config):
         learn = resolve(config.learn)
         return [clash for check in CHECKS for clash in check(config, learn)]
-    shared = (offload, base, kernels, prefetch, ranks, placement, curriculum, _data, _texts, _observe)
+    shared = (offload, base, kernels, prefetch, ranks, placement, _data, _texts, _observe)
     return [clash for check in shared for clash in check(config, None)] + [*too_large(config), *_supervised(config)]
 
 
@@ -268,8 +269,6 @@ def _eval(config: Config, learn: Learn) -> Iterator[Contradiction]:
     if config.data.eval is None:
         stops = {f"sampling.{name}": getattr(config.eval.sampling, name) or None for name in STOPS}
         idle = [f"eval.{name}" for name in changed(config.eval.with_values(stops))]  # a resolved config has [] for None
-        if config.data.curriculum == "pass_rate":
-            idle = [key for key in idle if key not in ("eval.part", "eval.threshold")]  # they say what succeeds in training
         idle += ["observe.eval_every"] if config.observe.eval_every else []
         for key in idle:
             yield clash(f"{key} data.eval", "has no effect: there is no evaluation set", NAME_EVAL_SET)
@@ -363,17 +362,18 @@ def _run(config: Config, learn: Learn) -> Iterator[Contradiction]:
 
 def _engine(config: Config, learn: Learn) -> Iterator[Contradiction]:
     if not config.run.external:
-        for name in ("python", "eager", "processes", "tensor_parallel"):
-            one = name in ("processes", "tensor_parallel") and getattr(config.run.rollout, name) == 1  # as it has
+        for name in ("python", "eager", "processes"):
+            one = name == "processes" and config.run.rollout.processes == 1  # as it has
             if name in changed(config.run.rollout) and not one:
                 yield clash(
                     f"run.rollout.{name} run.engine",
                     "has no effect on the native engine",
                     f"Write run.engine: vllm or sglang, or leave {name} out",
                 )
-        return
-    if config.run.rollout.tensor_parallel > 1:
+    if config.run.cut > 1:
         yield from cut_engine(config.run)
+    if not config.run.external:
+        return
     if config.run.engine == "vllm" and config.model.lora is not None and config.model.lora.r > 512:
         yield clash(
             "run.engine model.lora",
@@ -442,7 +442,7 @@ def _supervised(config: Offline) -> Iterator[Contradiction]:
         f"observe.{name}" for name in changed(config.observe, "samples_every", "samples_rows", "max_failed_rewards")
     ]
     idle += [f"run.rollout.{name}" for name in changed(run.rollout)]
-    idle += ["run.engine"] if run.external and run.rollout.tensor_parallel == 1 else []  # which alone means vllm
+    idle += ["run.engine"] if run.external and run.cut == 1 else []  # which alone means vllm
     idle += [f"run.{name}" for name in changed(run, "reward_workers")]
     for key in idle:
         yield clash(key, "has no effect: this stage samples nothing and scores nothing", "Leave it out")
@@ -462,6 +462,7 @@ CHECKS: tuple[Callable[[Config, Learn], Iterator[Contradiction]], ...] = (
     prefetch,
     ranks,
     placement,
+    routes,
     _clip,
     _kl,
     _schedule,
@@ -474,7 +475,6 @@ CHECKS: tuple[Callable[[Config, Learn], Iterator[Contradiction]], ...] = (
     conversation,
     _eval,
     _data,
-    curriculum,
     _texts,
     _run,
     _engine,

@@ -192,6 +192,15 @@ class Learn(Section):
     kl: KL = KL()
     entropy_coef: float = 0.0
     """Weight of the entropy bonus, per nat and token."""
+    router_aux_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of a mixture's balancing loss: for each layer, experts times the sum over them of their share of the step's choices
+    and their mean probability, 1 where all are used alike; the mean over layers. Shares are counted for the whole optimizer step
+    before its first backward pass, which takes one more forward pass. Biases that some routers add to choose are left as they
+    are."""
+    router_replay: bool = False
+    """Experts that the engine chose for a completion's tokens travel with it, and the trainer uses them: otherwise a token whose
+    choice is close may go to other experts there. The router's weights for them, and prompts, are computed as usual. Needs
+    `run.engine: native`; see `rollout/router_agreement`."""
     advantage: AdvantageName | Auto = "auto"
     """group_std: (r - group mean) / group std. group_mean: without the division. leave_one_out: against the mean of the
     other samples. batch_mean: against the mean of the step. global_norm: REINFORCE++ (mean and std of all tokens).

@@ -351,7 +351,9 @@ RULES: tuple[ConvertRule, ...] = (
     ),
     unsupported("train.enable_ema enable_ema", "Trimtab keeps no moving average of the weights"),
     unsupported("train.ema_beta ema_beta", "Trimtab keeps no moving average of the weights"),
-    unsupported("actor.aux_loss_coef aux_loss_coef", "Trimtab has no load-balancing loss for experts"),
+    unsupported(
+        "actor.aux_loss_coef aux_loss_coef", "micro-batches are balanced there, here whole steps: learn.router_aux_coef"
+    ),
     unsupported("ptx_coef", "OpenRLHF removed this flag; Trimtab mixes in no pretraining loss"),
     unsupported("use_ms", "put the model and the data into folders, and write their paths"),
 )

@@ -302,7 +302,7 @@ RULES: tuple[ConvertRule, ...] = (
     unsupported("multi_objective_aggregation", "Trimtab adds the weighted rewards before it computes advantages"),
     unsupported("off_policy_mask_threshold", "learn.importance with mode: mask is similar"),
     unsupported("vllm_importance_sampling_clip_min", "Trimtab limits importance weights from above only"),
-    unsupported("router_aux_loss_coef", "Trimtab has no load-balancing loss for experts"),
+    unsupported("router_aux_loss_coef", "TRL balances micro-batches, Trimtab whole steps: write learn.router_aux_coef"),
     *each(unsupported, "sapo_temperature_neg sapo_temperature_pos", "Trimtab has no SAPO loss"),
     *each(unsupported, "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg", "Trimtab has no VESPO loss"),
     *each(unsupported, "model_init_kwargs model_init_kwargs.*", "write the keys that Trimtab has under model"),

@@ -23,7 +23,7 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from trimtab.model.gradients import Gradients
-from trimtab.model.grouped import Order, add_outer, product
+from trimtab.model.grouped import ExpertOrder, add_outer, product
 
 EXPERTS_NAME = "trimtab"
 GRADIENTS = "_trimtab_gradients"
@@ -69,7 +69,7 @@ class Stacked:
         b_GrO = adapter.b.to(dtype).unflatten(1, (-1, experts)).permute(2, 1, 0)
         return a_GIr, b_GrO
 
-    def apply(self, x_SI: torch.Tensor, order: Order) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def apply(self, x_SI: torch.Tensor, order: ExpertOrder) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The product, and the low-rank images of x under the adapters."""
         out, lows = product(x_SI, self.w_GIO, order), []
         if self.bias is not None:
@@ -80,7 +80,7 @@ class Stacked:
             out.add_(product(lows[-1], b_GrO, order), alpha=adapter.scale)
         return out, lows
 
-    def input_grad(self, dout_SO: torch.Tensor, order: Order) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def input_grad(self, dout_SO: torch.Tensor, order: ExpertOrder) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Gradients of x and of its low-rank images."""
         dx, dlows = product(dout_SO, self.w_GIO.transpose(1, 2), order), []
         for adapter in self.adapters:
@@ -113,7 +113,7 @@ class Experts:
 class KeptExperts:
     """What the backward pass reads."""
 
-    order: Order | None = None
+    order: ExpertOrder | None = None
     up: torch.Tensor | None = None
     lows: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
@@ -127,7 +127,7 @@ SumOf = Callable[[torch.Tensor], torch.Tensor | None]
 def forward(
     x_TE: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor, experts: Experts, kept: KeptExperts
 ) -> torch.Tensor:
-    order = Order.of(index_TK, experts.count)
+    order = ExpertOrder.of(index_TK, experts.count)
     up, kept.lows["up"] = experts.up.apply(order.spread(x_TE), order)
     kept.order, kept.up = order, up
     out_SE, kept.lows["down"] = experts.down.apply(experts.gate(up), order)
@@ -169,7 +169,7 @@ def _dots(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _weight_grads(
     stacked: Stacked, dout: torch.Tensor, x: torch.Tensor, scale: torch.Tensor | None, lows: Sequence[torch.Tensor],
-    dlows: Sequence[torch.Tensor], order: Order, add: AddGradient, sum_of: SumOf,
+    dlows: Sequence[torch.Tensor], order: ExpertOrder, add: AddGradient, sum_of: SumOf,
 ) -> None:  # fmt: skip
     """`x` has what the gradient of the output is scaled by already; `scale`: the same, one number a row."""
 

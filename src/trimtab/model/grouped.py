@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 
 @dataclass(frozen=True)
-class Order:
+class ExpertOrder:
     """The pairs of a token and one of its experts, sorted by expert."""
 
     used: int
@@ -33,7 +33,7 @@ class Order:
     """int32: where each expert's pairs end."""
 
     @classmethod
-    def of(cls, index_TK: torch.Tensor, experts: int) -> Order:
+    def of(cls, index_TK: torch.Tensor, experts: int) -> ExpertOrder:
         expert_S, pair_S = torch.sort(index_TK.flatten(), stable=True)
         numbers = torch.arange(1, experts + 1, device=index_TK.device, dtype=expert_S.dtype)
         ends = torch.searchsorted(expert_S, numbers).to(torch.int32)
@@ -62,7 +62,7 @@ class Order:
         return y_TKE.sum(1).to(y_SE.dtype)
 
 
-def product(x_SI: torch.Tensor, w_GIO: torch.Tensor, order: Order) -> torch.Tensor:
+def product(x_SI: torch.Tensor, w_GIO: torch.Tensor, order: ExpertOrder) -> torch.Tensor:
     """[S, O]: each row times its expert's matrix."""
     if _torch_serves(x_SI, w_GIO):
         return F.grouped_mm(x_SI, w_GIO, offs=order.ends_G)
@@ -76,7 +76,7 @@ def product(x_SI: torch.Tensor, w_GIO: torch.Tensor, order: Order) -> torch.Tens
     return out
 
 
-def add_outer(total_GAB: torch.Tensor, a_SA: torch.Tensor, b_SB: torch.Tensor, order: Order) -> None:
+def add_outer(total_GAB: torch.Tensor, a_SA: torch.Tensor, b_SB: torch.Tensor, order: ExpertOrder) -> None:
     """total[g] += a^T b over the rows of expert g."""
     if _by_kernels(a_SA):
         from trimtab.model.kernels import grouped as kernels
@@ -87,7 +87,7 @@ def add_outer(total_GAB: torch.Tensor, a_SA: torch.Tensor, b_SB: torch.Tensor, o
         total_GAB[expert] += a_SA[begin:end].t() @ b_SB[begin:end]
 
 
-def _stretches(order: Order) -> list[tuple[int, tuple[int, int]]]:
+def _stretches(order: ExpertOrder) -> list[tuple[int, tuple[int, int]]]:
     """Experts that have rows, and their rows: the host looks at them."""
     if order.ends_G.device.type == "meta":
         return []

@@ -382,9 +382,17 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def is_part(model: Model) -> bool:
+    """What is trained is the text part of a model that also sees, and is saved as such."""
+    if not Path(model.path).expanduser().exists() and is_local(model.path):
+        return False  # it has been moved since
+    _, scheme, wrapped = _read_config(model)
+    return wrapped and scheme is None
+
+
 def remember_whole(loaded: Any, model: Model) -> Any:
     """Have a text part that is loaded from elsewhere, such as a checkpoint, saved as the model is that it came from."""
-    if scheme_of(model) is None and _read_config(model)[2]:
+    if is_part(model):
         setattr(loaded, WHOLE, find_source(model.path).location)
     return loaded
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from trimtab.model.codes import QuantisedLinear
 from trimtab.model.experts import expert_modules
-from trimtab.model.norms import OFFSET, ROUNDED, WIDE, HeadNorm, Norm, Rotary
+from trimtab.model.norms import CENTRED, OFFSET, ROUNDED, WIDE, HeadNorm, Norm, Rotary
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import LayerShape
 from trimtab.model.sizes import BLOCK, FUSED_FAMILIES
@@ -32,6 +32,22 @@ ACTIVATIONS = {"SiLU": SILU, "SiLUActivation": SILU, "GELUTanh": GELU_TANH, "Pyt
 STATIC_ROTATIONS = {"default", "linear", "llama3", "yarn", "proportional"}
 """tests/rollout/test_decode_kernels.py compares each of them. Others look alike and are not: a layer that does not rotate, or
 normalises under another name, would pass a comparison of a few tokens in bfloat16."""
+NOT_ROTATED = "not rotated"
+"""The kind of a layer whose queries and keys are not turned."""
+NEIGHBOURS = {"glm", "glm4", "cohere", "cohere2", "ernie4_5", "helium"}
+"""Families in which neighbouring dimensions turn together."""
+FROM_HALVES = {"glm", "glm4", "ernie4_5", "helium"}
+"""Of these, the ones whose tables are made for halves; each column is used for two neighbours."""
+NORM_PLACES = ("before_attention", "after_attention", "before_mlp", "after_mlp")
+NORM_NAMES = (
+    ("input_layernorm", "", "post_attention_layernorm", ""),
+    ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),  # glm4
+    ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),  # olmo2, olmo3, exaone4
+    ("input_layernorm", "", "", ""),  # cohere
+    ("input_layernorm", "", "pre_feedforward_layernorm", ""),  # vaultgemma
+)
+"""What decoder layers call their norms, by place."""
 SERVED_LINEARS = (nn.Linear, QuantisedLinear)
 _norm_kinds: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """Of norms that were tried. They are read again, without a kernel, when their weights have been put elsewhere."""
@@ -182,6 +198,13 @@ class LayerParts:
     after_mlp: Norm | None
     factor: float
     """What is added to the residual is multiplied by this."""
+    parallel: bool = False
+    """Attention and feed-forward part read the same norm, and are added together."""
+
+    @property
+    def each_head_norm(self) -> HeadNorm | None:
+        """The norm of heads one by one."""
+        return None if self.head_norm is None or self.head_norm.whole else self.head_norm
 
     @property
     def linears(self) -> list[Linears]:
@@ -241,41 +264,56 @@ def kinds_and_factor(policy: Policy, shapes: dict[int, LayerShape]) -> tuple[lis
         raise Unfusable("its keys and values are of different sizes")
     kinds = getattr(policy.config, "layer_types", None) or ["full_attention"] * len(shapes)
     _check_rotation(body)
-    return list(kinds), _embedding_factor(body.embed_tokens, policy)
+    turned = (rotates(policy.config.model_type, _child(layer, "self_attn")) for layer in body.layers)
+    kinds = [kind if turns else NOT_ROTATED for kind, turns in zip(kinds, turned)]
+    return kinds, _embedding_factor(body.embed_tokens, policy)
 
 
 def read_layer(
     layer: nn.Module, store: WeightStore, shape: LayerShape, kind: str, linears: type[Linears] = Linears
 ) -> LayerParts:
     attention, mlp = _child(layer, "self_attn"), _child(layer, "mlp")
-    norms = {
-        name: read_norm(getattr(layer, name)) if hasattr(layer, name) else None
-        for name in (
-            "input_layernorm",
-            "post_attention_layernorm",
-            "pre_feedforward_layernorm",
-            "post_feedforward_layernorm",
-        )
-    }
-    sandwiched = norms["post_feedforward_layernorm"] is not None
-    after_attention = norms["post_attention_layernorm"] if sandwiched else None
-    before_mlp = norms["pre_feedforward_layernorm"] if sandwiched else norms["post_attention_layernorm"]
+    places = _places(layer)
+    norms = {place: read_norm(getattr(layer, name)) for place, name in places.items()}
+    if any(place.startswith("after") and norm.kind == CENTRED for place, norm in norms.items()):
+        raise Unfusable("what is added to the residual is centred")
     joined = partial(_joined, store, linears)
     mixture = mlp if expert_modules(mlp) else None
     return LayerParts(
         kind,
         shape,
-        norms["input_layernorm"],
+        norms.get("before_attention"),
         joined(attention, ["qkv_proj"], ["q_proj", "k_proj", "v_proj"]),
         _head_norm(attention, shape),
         joined(attention, ["o_proj"], ["dense"]),
-        after_attention,
-        before_mlp,
+        norms.get("after_attention"),
+        norms.get("before_mlp"),
         None if mixture is not None else _dense(mlp, joined),
         mixture,
-        norms["post_feedforward_layernorm"],
+        norms.get("after_mlp"),
         float(getattr(layer, "residual_multiplier", 1.0)),
+        parallel=set(places) == {"before_attention"},
     )
+
+
+def _places(layer: nn.Module) -> dict[str, str]:
+    """Where a layer has its norms, and what they are called there: names of some places are those of others elsewhere."""
+    for names in NORM_NAMES:
+        found = {place: name for place, name in zip(NORM_PLACES, names) if name}
+        if {name for name, module in layer.named_children() if "norm" in name} == set(found.values()):
+            return found
+    raise Unfusable(f"{type(layer).__name__} has norms in places that have no kernel")
+
+
+def rotates(model_type: str, attention: nn.Module) -> bool:
+    """The layer turns queries and keys by their positions."""
+    if model_type == "smollm3":
+        return bool(attention.use_rope)
+    if model_type == "cohere2":
+        return attention.sliding_window is not None
+    if model_type == "exaone4":
+        return attention.sliding_window is None or bool(attention.is_sliding)
+    return True
 
 
 def _dense(mlp: nn.Module, joined: Callable[..., Linears]) -> DensePart:
@@ -345,7 +383,7 @@ def read_norm(module: nn.Module) -> Norm:
     """An RMS norm as the module computes it."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if weight is None or eps is None or getattr(module, "bias", None) is not None:
+    if weight is None or weight.ndim != 1 or eps is None or getattr(module, "bias", None) is not None:
         raise Unfusable(f"{type(module).__name__} is not an RMS norm")
     if module not in _norm_kinds:
         _norm_kinds[module] = _tried(module, weight.data, eps)
@@ -363,6 +401,9 @@ def _tried(norm: nn.Module, weight: torch.Tensor, eps: float) -> int:
         WIDE: (wide * weight.float()).to(x.dtype),
         OFFSET: (wide * (1.0 + weight.float())).to(x.dtype),
     }
+    centred = x.float() - x.float().mean(-1, keepdim=True)
+    centred = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps)
+    tries[CENTRED] = (centred * weight.float()).to(x.dtype)
     gaps = {kind: (found - guess.float()).abs().max().item() for kind, guess in tries.items()}
     kind = min(gaps, key=lambda k: gaps[k])
     if not gaps[kind] <= 0.02 * found.abs().max().item():
@@ -377,11 +418,13 @@ def _head_norm(attention: nn.Module, shape: LayerShape) -> HeadNorm | None:
     if modules[0] is None or modules[1] is None:
         raise Unfusable("only queries or only keys are normalised")
     query, key = read_norm(modules[0]), read_norm(modules[1])
-    if query.weight.numel() != shape.key[1] or key.weight.numel() != shape.key[1]:
-        raise Unfusable("queries are normalised over all heads together")
-    if (query.eps, query.kind) != (key.eps, key.kind):
-        raise Unfusable("queries and keys are normalised differently")
-    return HeadNorm(query.weight, key.weight, query.eps, query.kind)
+    sizes = (query.weight.numel(), key.weight.numel())
+    whole = sizes == (shape.heads * shape.key[1], shape.key[0] * shape.key[1])
+    if sizes != (shape.key[1], shape.key[1]) and not whole:
+        raise Unfusable("queries are normalised over some heads together")
+    if (query.eps, query.kind) != (key.eps, key.kind) or query.kind == CENTRED:
+        raise Unfusable("queries and keys are normalised differently, or centred")
+    return HeadNorm(query.weight, key.weight, query.eps, query.kind, whole and sizes[0] != shape.key[1])
 
 
 def _embedding_factor(module: nn.Module, policy: Policy) -> float:
@@ -407,12 +450,18 @@ def _check_rotation(body: Any) -> None:
 @torch.no_grad()
 def _rotary_table(policy: Policy, kind: str, positions: int) -> Rotary:
     """The model's own cos and sin for positions 0, 1, …"""
+    if kind == NOT_ROTATED:
+        cos = torch.ones((positions, 2), dtype=policy.dtype, device=policy.device)
+        return Rotary(cos, torch.zeros_like(cos))
     rotary = policy.body.rotary_emb
     at = torch.arange(positions, device=policy.device)[None]
     like = torch.empty(1, dtype=policy.dtype, device=policy.device)
     takes_kind = "layer_type" in inspect.signature(rotary.forward).parameters
     cos, sin = rotary(like, at, kind) if takes_kind else rotary(like, at)
-    return Rotary(cos[0].contiguous(), sin[0].contiguous())
+    cos, sin = cos[0], sin[0]
+    if policy.config.model_type in FROM_HALVES:
+        cos, sin = (x[:, : x.shape[1] // 2].repeat_interleave(2, 1) for x in (cos, sin))
+    return Rotary(cos.contiguous(), sin.contiguous(), policy.config.model_type in NEIGHBOURS)
 
 
 def rotary_tables(policy: Policy, kinds: Iterable[str], positions: int, known: dict[str, Rotary]) -> dict[str, Rotary]:

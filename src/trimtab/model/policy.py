@@ -30,6 +30,7 @@ from trimtab.model.load import building, load_config, refuse_unsupported
 from trimtab.model.memory import is_out_of_memory
 from trimtab.model.packed import PackedPlan
 from trimtab.model.recurrent import has_mixers, let_plans_mix
+from trimtab.model.routing import Routers
 from trimtab.model.sequence import SequenceGroup
 from trimtab.model.shapes import layer_shapes
 from trimtab.model.transfer import HostMemory
@@ -70,6 +71,8 @@ class Policy:
         model.set_attn_implementation(ATTENTION_NAME)
         let_plans_mix(self.body)
         use_grouped_experts(model)
+        self.routers = Routers(model)
+        """Of a mixture; none elsewhere."""
         self.head = self._head()
         self.description = OWN_MODULES
         """How packed rows run, and why not faster, in words for the user."""

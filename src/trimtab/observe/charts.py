@@ -113,6 +113,8 @@ LEARNING = (
           "No measure of learning: it is near 0 by construction and may rise while the policy improves.", stages=(RL,)),
     Chart("gap", "Engine against trainer", "learning", _lines("rollout/logprob_gap"), "nats a token",
           "Mean difference of log-probs.", stages=(RL,), zero=True),
+    Chart("routers", "Replayed routes", "learning", _lines("rollout/router_agreement"), "share",
+          "Engine's choices of experts that the trainer would have made.", stages=(RL,), zero=True),
     Chart("staleness", "Age of the samples", "learning",
           _lines("rollout/version_lag=updates behind", "buffer/batches=batches that wait"), "",
           "learn.staleness says how old they are.", stages=(RL,), zero=True),

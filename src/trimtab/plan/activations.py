@@ -84,9 +84,29 @@ def kept_by_layer(shape: ModelShape, block: Block, row: MicroBatchSize, path: Up
     residuals = 8 * E + 16 + (2 * s * E if block.sandwich else 0)
     gathered = _keys_and_scores(block, row, s)
     low = s * path.rank
+    if block.experts:
+        # Adapters on experts have an image of each expert that a token uses.
+        if path.recompute == "some":
+            return T * (attention + residuals + 4 * low) + gathered
+        return T * (attention + residuals + 2 * s * E + _kept_by_experts(block, path) + 4 * low) + gathered
     if path.recompute == "some":
         return T * (attention + residuals + 5 * low) + gathered
     return T * (attention + residuals + 2 * s * E + 2 * s * block.width + 7 * low) + gathered
+
+
+def _kept_by_experts(block: Block, path: UpdatePath) -> int:
+    """Bytes of a token: gate and up of each of its experts and of those that all tokens use, their order, and what the router
+    computes in float32."""
+    s, used = path.itemsize, block.experts_used
+    pairs = used * (2 * s * block.width + 3 * 8 + s + 2 * s * path.rank)
+    return pairs + 4 * s * block.shared_width + 4 * block.experts
+
+
+def _backward_of_experts(shape: ModelShape, block: Block, path: UpdatePath) -> int:
+    """Bytes of a token: the gradient of the output laid out for each of its experts, then the input; between the two products the
+    gated part, its factors and their gradients."""
+    s, E, F, used = path.itemsize, shape.hidden, block.width, block.experts_used
+    return used * s * max(E + 5 * F, 2 * E + 2 * F, 7 * F) + 4 * s * block.shared_width
 
 
 def _kept_by_modules(shape: ModelShape, block: Block, row: MicroBatchSize, path: UpdatePath) -> int:
@@ -101,7 +121,9 @@ def _kept_by_modules(shape: ModelShape, block: Block, row: MicroBatchSize, path:
         s * (block.projected + block.attended) + 4 * block.heads + (2 * s * block.projected if block.head_norm else 0)
     )
     heads += 0 if block.mixing is None else block.mixing.kept_bytes(s)
-    wide = (3 if path.liger else 4) * s * block.used_width + (2 * s * E * block.experts_used if block.experts else 0)
+    wide = (3 if path.liger else 4) * s * block.used_width
+    if block.experts:
+        wide = _kept_by_experts(block, path) + 4 * s * block.shared_width
     return 0 if path.away else T * (norms + heads + wide + 7 * s * path.rank) + _keys_and_scores(block, row, s)
 
 
@@ -136,15 +158,21 @@ def backward_of_layer(shape: ModelShape, block: Block, row: MicroBatchSize, path
         again = kept_by_layer(shape, block, row, whole)
     elif path.recompute == "some":
         again = T * (2 * s * E + 2 * s * F + 2 * s * path.rank)
+        if block.experts:
+            again = T * (2 * s * E + _kept_by_experts(block, path))
     scores = _score_bytes(s) * block.heads * row.pairs if block.dense and not again else 0
     keys = s * block.kv_elements * row.seen + _exchanged(block, row, s)
     if not path.fused:
         feed_forward = T * (3 * s * E + 2 * s * F)
+        if block.experts:
+            feed_forward = T * (3 * s * E + _backward_of_experts(shape, block, path))
         attention = T * (4 * s * E + 3 * s * block.projected) + 3 * keys
         # Gradients of what a chunk keeps exist beside it, for one operation after the other.
         attention += 0 if block.mixing is None else T * block.mixing.kept_bytes(s) // 2
         return again + max(feed_forward, attention + scores)
     feed_forward = T * (2 * s * E + 4 * E + 4 * s * F)
+    if block.experts:
+        feed_forward = T * (2 * s * E + 4 * E + _backward_of_experts(shape, block, path))
     norm = T * (3 * s * E + 8 * E) + 4 * E * min(T, TOKEN_SUM_PROGRAMS) * (2 if block.sandwich else 1)
     waiting = T * (2 * s * E + 8 * E + s * block.attended)
     expanded = 2 * s * block.query_width * row.seen if block.heads != block.kv_heads else 0
@@ -188,6 +216,7 @@ def score_peak(shape: ModelShape, row: MicroBatchSize, path: UpdatePath) -> dict
     block = max(shape.kinds, key=lambda b: (b.mixing is not None, b.projected + 2 * b.used_width))
     full = UpdatePath(s, path.fused, False, path.chunk, path.tiled_head, path.rank)
     work = kept_by_layer(shape, block, row, full) + T * (4 + s) * E + T * s * block.used_width
+    work += max(T * s * b.pair_elements * E for b in shape.kinds)
     work += _exchanged(block, row, s)
     rows, _ = head(shape, row, path)
     chunk = min(path.chunk, row.predicted)

@@ -75,6 +75,8 @@ class Job:
     """Most new tokens of a sample."""
     eval_sequences: int = 0
     eval_completion: int = 0
+    stored: str | None = None
+    """How the checkpoint stores its weights, where they are dequantised on loading."""
     rank: int = 0
     """Rank of the adapters; 0: every parameter is trained."""
     base: str = "plain"
@@ -99,6 +101,10 @@ class Job:
     """The optimizer's moments are kept in 8 bits."""
     compared: bool = False
     """Samples are scored by a reference policy: weights of its own, or the model without its adapters."""
+    balanced: bool = False
+    """Choices of experts are counted in a pass of their own before each update."""
+    routed: bool = False
+    """The engine keeps which experts it chose for every token (`learn.router_replay`)."""
     old_logprobs: bool = False
     """Old log-probs are computed before the update."""
     epochs: int = 1
@@ -137,6 +143,11 @@ class Job:
     @property
     def sequences(self) -> int:
         return self.prompts * self.samples
+
+    @property
+    def route_bytes(self) -> int:
+        """Bytes of the choices that are kept for one token."""
+        return 2 * sum(n * block.experts_used for block, n in self.shape.kinds.items()) if self.routed else 0
 
     @property
     def in_flight(self) -> int:

@@ -49,3 +49,8 @@ def carried_bytes(job: Job, run: ResolvedRun) -> int:
     idle row, and prompts that wait to be forked, beside its rows."""
     rows = run.rollout.max_sequences
     return (rows if run.external else rows + 1 + prompt_slots(rows)) * job.shape.state_bytes(job.itemsize)
+
+
+def kv_cut(job: Job, parts: int) -> int:
+    """Devices that the KV cache is cut over: where there are fewer heads than devices, several hold the same head."""
+    return min(parts, *(block.kv_heads for block in job.shape.kinds))

@@ -108,9 +108,10 @@ def device_counts(run: Run, machine: Machine) -> list[int]:
     least = 1 if run.shard in ("auto", "none") else 2
     group = 1 if run.shard_devices == "auto" else run.shard_devices
     parts = _pinned_tensor(run)
+    alone = run.external  # vLLM takes devices behind the one of the run
     shared = lcm(*row_ranks(run).values())
-    fitting = (n for n in counts if n >= least and n % group == 0 and (n == 1 or n % parts == 0) and n % shared == 0)
-    return sorted(fitting, reverse=True)
+    whole = (n for n in counts if n >= least and n % group == 0 and n % shared == 0)
+    return sorted((n for n in whole if n % parts == 0 or (alone and n == 1)), reverse=True)
 
 
 def may_share_rows(job: Job) -> bool:
@@ -167,7 +168,7 @@ def _groups(run: Run, shard: Shard, devices: int, host: int) -> list[int]:
 
 
 def _pinned_tensor(run: Run) -> int:
-    return run.rollout.tensor_parallel if run.external else 1
+    return run.cut
 
 
 def unblocked_row(job: Job) -> tuple[str, int] | None:

@@ -50,6 +50,12 @@ def why_overlap(place: Placement, job: Job) -> str:
     return "adapters are summed at once" if job.rank else "a layer is summed over ranks while the next is computed"
 
 
+def why_cut(place: Placement) -> str:
+    if place.tensor > 1:
+        return f"the model is split over {place.tensor} devices"
+    return "there is one device" if place.devices == 1 else "an engine on each device"
+
+
 def workers_for(cores: int) -> int:
     """Processes that run reward functions."""
     return max(1, min(8, cores))
@@ -91,8 +97,8 @@ def best_processes(run: Run, job: Job, machine: Machine) -> tuple[int, str]:
         return run.rollout.processes, ""
     if not run.external or machine.cpu:
         return 1, "one process uses all cores" if run.external else "the engine runs in the trainer's process"
-    if run.rollout.tensor_parallel > 1:
-        return 1, f"one process uses {run.rollout.tensor_parallel} devices"
+    if run.cut > 1:
+        return 1, f"one process uses {run.cut} devices"
     room = machine.device.memory // 4 // (job.shape.parameters * job.itemsize)
     most = max(1, min(MAX_ENGINE_PROCESSES, machine.cores_per_rank // 3, room))
     if run.rollout.kv_memory != "auto":  # each has to hold the longest sequence

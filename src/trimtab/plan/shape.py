@@ -72,6 +72,16 @@ class Block:
         return self.kv_heads * (self.head_size + self.value_size)
 
     @property
+    def pair_elements(self) -> int:
+        """Elements of the hidden size that a token has for its experts: what it is laid
+        out as for each of them, and what each makes of it."""
+        return 2 * self.experts_used
+
+    def experts_read(self, tokens: float) -> float:
+        """Share of the experts that so many tokens use between them, where each is as likely as any other."""
+        return 1.0 - (1.0 - self.experts_used / self.experts) ** tokens if self.experts else 1.0
+
+    @property
     def used_width(self) -> int:
         """Width of the feed-forward part as one token sees it."""
         return self.experts_used * self.width + self.shared_width if self.experts else self.width
@@ -124,6 +134,16 @@ class ModelShape:
     @property
     def has_experts(self) -> bool:
         return any(block.experts for block in self.blocks)
+
+    def parameters_read(self, tokens: float) -> float:
+        """Parameters that a pass over so many tokens reads: experts that none of them uses are left alone."""
+        if not self.has_experts:
+            return min(self.parameters, self.active_parameters * tokens)
+        routed = {b: 3 * self.hidden * b.width for b in self.kinds if b.experts}
+        always = self.active_parameters - sum(n * routed.get(b, 0) * b.experts_used for b, n in self.kinds.items())
+        return always + sum(
+            n * routed[b] * b.experts * b.experts_read(tokens) for b, n in self.kinds.items() if b in routed
+        )
 
     @cached_property
     def kv_elements(self) -> int:
@@ -227,10 +247,12 @@ def _block(config: Mapping[str, Any], kind: str, index: int) -> Block:
     plain = Block(
         heads, kv_heads, size, size, config.get("intermediate_size") or 4 * hidden, 0, 0, _window(config, kind, index)
     )
-    head_norm = kind in ("qwen3", "qwen3_moe", "gemma3_text") or bool(kind == "glm4_moe" and config.get("use_qk_norm"))
+    head_norm = kind in ("qwen3", "qwen3_moe", "gemma3_text", "olmo2") or bool(
+        kind == "glm4_moe" and config.get("use_qk_norm")
+    )
     capped = kind == "gemma2" and config.get("attn_logit_softcapping", 50.0) is not None
     dense = capped or kind == "gpt_oss"
-    block = replace(plain, head_norm=head_norm, sandwich=kind in ("gemma2", "gemma3_text"), dense=dense)
+    block = replace(plain, head_norm=head_norm, sandwich=kind in ("gemma2", "gemma3_text", "olmo2"), dense=dense)
     attention = hidden * (block.projected + block.query_width)
     biased = config.get("attention_bias", kind == "gpt_oss")
     if kind == "qwen2" or (kind == "qwen2_moe" and config.get("qkv_bias", True)):
@@ -242,7 +264,7 @@ def _block(config: Mapping[str, Any], kind: str, index: int) -> Block:
     attention += {"gpt_oss": heads, **dict.fromkeys(("olmo2", "olmoe"), block.query_width + kv_heads * size)}.get(
         kind, 2 * size if head_norm else 0
     )
-    norms = (4 if block.sandwich else 2) * hidden
+    norms = (4 if block.sandwich and kind != "olmo2" else 2) * hidden  # OLMo has norms after, and none before
     return _with_feed_forward(block, config, kind, index, attention + norms)
 
 

@@ -68,6 +68,12 @@ def least_bytes(job: Job, place: Placement) -> int:
     return held + max(gradient_bytes(job, job.trained, place), copy)
 
 
+def engine_weights(job: Job, parts: int, external: bool) -> int:
+    """Bytes of an engine's copy on each device that it is cut over. The native engine cuts all but the embedding."""
+    whole = 0 if external or parts == 1 else job.shape.table
+    return (whole + -(-(job.shape.parameters - whole) // parts)) * job.itemsize
+
+
 def masters_are_weights(job: Job, place: Placement) -> bool:
     """A rank has float32 parts of the weights and no others; so masters stay on the device when moments leave it."""
     return place.shard == "full" and not is_own_master(job) and job.training

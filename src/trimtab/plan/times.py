@@ -34,6 +34,11 @@ DECODE_STEP_S = 150e-6
 UNFUSED_LAYER_EXTRA_S = 130e-6
 """Seconds that a layer takes longer through the model's own modules: with 0.5B parameters and 1,024 sequences a step took 7.2 ms
 instead of 4.05 (docs/log.md)."""
+EXPERTS_LAYER_S = 40e-6
+"""Seconds that router and experts add to a layer of a decode step in a graph beside their bytes and products: some ten small
+kernels (sorting tokens, where experts' tokens end, sums). Counted, not measured."""
+EXPERTS_TILE = 128
+"""Rows that a grouped product takes at a time: what an expert has less of is computed for nothing, half a tile on average."""
 OUTSIDE_HOST = {"vllm": (1.2e-3, 28e-6), "sglang": (1.7e-3, 17e-6)}
 """Host seconds that an outside engine spends on a decode step, and on each sequence in it: between a slow host and a fast one,
 where 512 sequences took vLLM 20 and 11 ms with any model (docs/log.md)."""
@@ -174,8 +179,8 @@ class _Rates:
 
     def device_step(self, batch: float, context: float) -> float:
         job, shape, cut = self.job, self.job.shape, parts_of(self.run, self.place)
-        share = min(1.0, shape.active_parameters * max(1.0, batch) / shape.parameters)
-        read = share * weight_bytes(job) / cut
+        used = max(1.0, batch)
+        read = (weight_bytes(job) if job.quantised else shape.parameters_read(used) * job.itemsize) / cut
         keys = batch * context * job.kv_token_bytes / cut
         keys += 2 * batch * shape.state_bytes(job.itemsize) / cut  # read and written
         logits = 8 * batch * shape.vocabulary / cut
@@ -186,16 +191,17 @@ class _Rates:
         if cut > 1:
             moved = batch * shape.hidden * job.itemsize
             exchange = shape.layers * 2 * (10e-6 + moved / link_of(self.machine)[0])
+            exchange += 0.0 if self.run.external else 4 * batch * shape.vocabulary / link_of(self.machine)[0]
         return fixed + max(read / self.bandwidth, products) + (keys + logits) / self.bandwidth + exchange
 
     @property
     def _own_layer(self) -> float:
-        """Seconds that a layer of the native engine takes longer through the model's own modules: in a graph, or launched one by
-        one where the host chooses the experts."""
+        """Seconds that a layer of the native engine takes longer: for router and experts, and for the model's own modules."""
         job = self.job
-        if job.fused or self.run.external:
+        if self.run.external:
             return 0.0
-        return FORWARD_SHARE_OF_LAUNCH * launch_s(job) if job.shape.has_experts else UNFUSED_LAYER_EXTRA_S
+        mixed = EXPERTS_LAYER_S * sum(n for b, n in job.shape.kinds.items() if b.experts) / job.shape.layers
+        return mixed + (0.0 if job.fused else UNFUSED_LAYER_EXTRA_S)
 
 
 @dataclass(frozen=True)
@@ -305,7 +311,7 @@ class _Clock(_Rates):
 
     def _one_update(self) -> Passes:
         run, job = self.run, self.job
-        factor = 4.0 if job.rank else 6.0
+        factor = (4.0 if job.rank else 6.0) + (2.0 if job.balanced else 0.0)
         if run.checkpoint_activations is True:
             factor += 2.0
         elif run.checkpoint_activations == "some":
@@ -346,8 +352,20 @@ class _Clock(_Rates):
         body = shape.active_parameters - shape.table
         head = shape.table * row.predicted / row.tokens
         work = tokens * (factor * (body + head) + attention)
-        seconds = work / self.flops
+        seconds = work / self.flops + factor / 2 * self._laying_out(tokens, count)
         return Passes(count, seconds / count if self.machine.cpu else max(seconds / count, shape.layers * launch))
+
+    def _laying_out(self, tokens: float, count: int) -> float:
+        """Seconds of a forward pass in which tokens are laid out for their experts, and what these made is added up; and of the
+        tiles that experts do not fill."""
+        job, shape = self.job, self.job.shape
+        moved, empty = 0.0, 0.0
+        for block, layers in shape.kinds.items():
+            if block.experts:
+                moved += layers * tokens * block.experts_used * job.itemsize * (4 * shape.hidden + 6 * block.width)
+                rows = min(count * block.experts * EXPERTS_TILE / 2, tokens * block.experts_used)
+                empty += layers * rows * 6 * shape.hidden * block.width
+        return moved / self.bandwidth + (0.0 if self.machine.cpu else empty / self.flops)
 
     def _dealt(self, budget: int) -> Deal:
         sharing = self.place.rows.policy

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from trimtab.config.load import Offline
+from trimtab.base.errors import ConfigError, Problem
+from trimtab.config.load import AnyConfig, Offline
 from trimtab.config.resolved import ResolvedConfig, eval_max_new_tokens
 from trimtab.config.reward_model import PairLearn
+from trimtab.config.schema import Config
 from trimtab.plan.job import Job
 from trimtab.plan.shape import ModelShape
 
@@ -29,9 +31,11 @@ class Models:
     """The update runs through fused layers."""
     tiled_head: bool = True
     """Log-probs come from kernels that store no logits."""
+    stored: str | None = None
+    """How the policy's weights are stored, where they are dequantised on loading."""
     critic: ModelShape | None = None
     reward_models: tuple[ModelShape, ...] = ()
-    stored: str = "plain"
+    codes: str = "plain"
     """How the checkpoint stores the weights of layers: plain, fp8 or 4bit."""
 
 
@@ -49,11 +53,12 @@ class Lengths:
 
 def job_of(config: ResolvedConfig | Offline, models: Models, lengths: Lengths) -> Job:
     """The work of a run that trains."""
+    refuse_mixture_keys(config, models.shape)
     job, lora = _job(models, lengths), config.model.lora
     job = replace(
         job,
         rank=lora.r if lora else 0,
-        base=_base(config, models.stored),
+        base=_base(config, models.codes),
         kv_stored=config.model.kv_dtype,
         adapters=models.adapters,
         eight_bit=config.learn.optimizer.states == "8bit",
@@ -67,11 +72,41 @@ def job_of(config: ResolvedConfig | Offline, models: Models, lengths: Lengths) -
     )
 
 
-def _base(config: ResolvedConfig | Offline, stored: str) -> str:
+def refuse_mixture_keys(config: AnyConfig, shape: ModelShape) -> None:
+    """Refuse keys that only mixtures have where the model is none, and adapters on experts where the engine cannot have them."""
+    if (
+        config.model.lora is not None
+        and isinstance(config, Config)
+        and config.run.external
+        and _on_experts(config, shape)
+    ):
+        what = f"{config.run.engine} does not serve adapters on experts"
+        fix = "Write run.engine: native, or name layers of attention, such as [q_proj, k_proj, v_proj, o_proj]."
+        raise ConfigError([Problem("model.lora.targets", what, fix)])
+    if shape.has_experts or not isinstance(config, Config):
+        return
+    asked = {"router_aux_coef": config.learn.router_aux_coef > 0, "router_replay": config.learn.router_replay}
+    found = [
+        Problem(f"learn.{key}", f"has no effect: {config.model.path} has no experts", "Leave it out.")
+        for key, on in asked.items()
+        if on
+    ]
+    if found:
+        raise ConfigError(found)
+
+
+def _on_experts(config: Config, shape: ModelShape) -> bool:
+    assert config.model.lora is not None
+    targets = config.model.lora.targets
+    names = {name for block in shape.kinds for name in shape.stacks(block)}
+    return bool(names) if targets == "all-linear" else any(f".{n}".endswith(f".{t}") for n in names for t in targets)
+
+
+def _base(config: ResolvedConfig | Offline, codes: str) -> str:
     """How weights under adapters are stored in the run."""
     if config.model.lora is None or config.model.base == "bf16":
         return "plain"
-    return stored if config.model.base == "auto" else config.model.base
+    return codes if config.model.base == "auto" else config.model.base
 
 
 def _saves_on_the_way(config: ResolvedConfig | Offline, lengths: Lengths) -> bool:
@@ -85,7 +120,7 @@ def evaluation_job_of(config: ResolvedConfig, models: Models, lengths: Lengths) 
     """The work of `trimtab eval`: held-out prompts are answered, nothing is learned."""
     return replace(
         _job(models, lengths),
-        base=_base(config, models.stored),
+        base=_base(config, models.codes),
         kv_stored=config.model.kv_dtype,
         prompts=lengths.held_out,
         samples=config.eval.samples_per_prompt,
@@ -106,6 +141,7 @@ def _job(models: Models, lengths: Lengths) -> Job:
         typical_prompt=lengths.typical,
         completion=1,
         reward_models=models.reward_models,
+        stored=models.stored,
     )
 
 
@@ -121,6 +157,8 @@ def _sampled(config: ResolvedConfig, job: Job, models: Models, lengths: Lengths)
         eval_sequences=evaluated,
         eval_completion=eval_max_new_tokens(config) if evaluated else 0,
         reference=learn.kl.coef > 0 and not job.rank,
+        balanced=learn.router_aux_coef > 0,
+        routed=learn.router_replay,
         critic=models.critic if learn.advantage == "gae" else None,
         environment=config.environment is not None,
         compared=learn.kl.coef > 0,

@@ -54,6 +54,7 @@ def batch_files(batches: Sequence[SampledBatch]) -> dict[str, bytes]:
         "logprobs": [t.logprobs for t in everyone],
         "versions": [t.versions for t in everyone],
         "mask": [t.policy_mask for t in everyone if t.policy_mask is not None],
+        "routes": [t.routes for t in everyone if t.routes is not None],
         "opening": [torch.tensor(_opening(group, t), dtype=torch.int64) for group, t in _members(batches)],
     }
     facts = [
@@ -120,6 +121,7 @@ def _facts(group: Group, trajectory: Trajectory, scored: bool) -> dict[str, Any]
         "tokens": trajectory.tokens.shape[0],
         "drawn": trajectory.logprobs.shape[0],
         "mask": trajectory.policy_mask is not None,
+        "routes": trajectory.routes is not None,
         "opening": len(_opening(group, trajectory)),
         "conversation": None if played is None else {name: getattr(played, name) for name in PLAYED},
     }
@@ -160,5 +162,6 @@ def _trajectory(prompt: Prompt, saved: Mapping[str, Any], ends: _Ends) -> Trajec
         versions=ends.take("versions", saved["drawn"]),
         policy_mask=ends.take("mask", saved["tokens"]) if saved["mask"] else None,
         conversation=played,
+        routes=ends.take("routes", saved["tokens"]) if saved.get("routes") else None,
         **{name: saved[name] for name in KEPT},
     )

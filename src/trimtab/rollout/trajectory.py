@@ -68,6 +68,9 @@ class Trajectory:
     """bool, one entry a token: which ones the model drew. None: all."""
     conversation: Conversation | None = None
     """With an environment."""
+    routes: torch.Tensor | None = None
+    """int16, [tokens, layers, experts of a token]: experts that the engine chose where it read each token, -1 where that is not
+    known, as of the last. None: not kept (`learn.router_replay`)."""
 
     def __len__(self) -> int:
         """Tokens that the model drew."""

@@ -28,6 +28,7 @@ def load_policies(
     cut the policy's units. `compares`: False where other ranks have that model."""
     model, seed, kernels = config.model, config.learn.seed, config.run.kernels
     policy = load_policy(model, seed, device, kernels, checkpoint, peers.shards, peers=peers)
+    keep_routes(policy, config)
     if not (compares and isinstance(config, ResolvedConfig) and has_reference(config.learn)):
         return policy, None
     if model.lora is not None:
@@ -58,6 +59,7 @@ def load_sharded_policies(
     the plan has them there."""
     model, seed, ahead = config.model, config.learn.seed, run.prefetch
     policy = load_policy(model, seed, device, run.kernels, checkpoint, mesh=mesh, prefetch=ahead, peers=peers)
+    keep_routes(policy, config)
     if not (compares and isinstance(config, ResolvedConfig) and has_reference(config.learn)):
         return policy, None
     if model.lora is not None:
@@ -74,6 +76,11 @@ def load_sharded_reference(
     whole = reader.without_values(lambda: load_model(known, torch.device("cpu")).requires_grad_(False))
     on_host = run.offload.reference
     return ShardedPolicy(whole, mesh, device, check=False, on_host=on_host, prefetch=run.prefetch, fetch=reader.fetch)
+
+
+def keep_routes(policy: Policy, config: AnyConfig) -> None:
+    """The native engine keeps which experts the policy chose, where the trainer is to replay that."""
+    policy.routers.kept = isinstance(config, ResolvedConfig) and config.learn.router_replay
 
 
 def put_reference_away(reference: AnyPolicy | None, run: ResolvedRun) -> AnyPolicy | None:

@@ -12,6 +12,7 @@ from trimtab.record.folder import ENGINE_LOGS
 from trimtab.run.build import load_policy, own_modes, use_planned_kernels
 from trimtab.run.generating_rank import GeneratingRank, GeneratingSetup
 from trimtab.run.machine import load_within
+from trimtab.run.models import keep_routes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,7 @@ class SamplerRank(GeneratingRank):
         super().__init__(setup, link)
         run, model, learn, device = setup.config.run, setup.config.model, setup.config.learn, self._device
         self._policy = load_within(run, device, load_policy, model, learn.seed, device, run.kernels, setup.checkpoint)
+        keep_routes(self._policy, setup.config)
         use_planned_kernels(setup.plan, self._policy)
         self._open_engine(setup, self._policy, logs=setup.folder / ENGINE_LOGS / f"sampler-{setup.rank}")
         self._channel = setup.channel.open(1 + setup.rank, device)

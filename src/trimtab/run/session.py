@@ -27,7 +27,8 @@ from trimtab.observe.tasks import Tasks
 from trimtab.plan.planner import Plan
 from trimtab.plan.quantised import refuse_base
 from trimtab.plan.refusal import refuse_uneven_cut
-from trimtab.plan.refuse_devices import refuse_unbuilt_placement
+from trimtab.plan.refuse_devices import refuse_cut_over_missing, refuse_unbuilt_placement
+from trimtab.plan.work import refuse_mixture_keys
 from trimtab.record.batches import SampledBatch, load_batches
 from trimtab.record.checkpoint import RunState, read_state
 from trimtab.record.folder import find_folder, refuse_existing
@@ -93,6 +94,8 @@ def check(asked: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> C
     refuse_existing(folder, resume)
     refuse_unbuilt_placement(asked.run)
     refuse_without_engine(asked.run, device)
+    if inputs.hosts is None and asked.run.devices == "auto" and not isinstance(asked.run.placement, dict):
+        refuse_cut_over_missing(asked.run, 1 if device.type == "cpu" else torch.cuda.device_count())
     refuse_missing_sinks(asked.observe)
     refuse_kernels(asked.run, asked.model, device)
     refuse_dtype(asked.model, device)
@@ -101,13 +104,15 @@ def check(asked: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> C
     if not resume:  # or a checkpoint may have them
         refuse_without_weights(config.model)
     refuse_other_layers(config.model)
-    if config.run.rollout.tensor_parallel > 1:
+    if config.run.cut > 1:
         refuse_uneven_cut(config.run, shape_of(config.model.path, config.model.trust_remote_code))
     hosts = open_hosts(config, inputs, tokenizer)
     if hosts is not None:
         stack.callback(hosts.close)
     work = read_data(config, inputs, tokenizer, limit, hosts.loaded.schemas if hosts else ())
     replies = open_replies(config, hosts, tokenizer, work.columns, work.first_prompt(config))
+    if config.model.lora is not None or config.learn.router_aux_coef or config.learn.router_replay:
+        refuse_mixture_keys(config, shape_of(config.model.path, config.model.trust_remote_code))
     if config.model.lora is not None:
         refuse_unknown_targets(config.model.lora, load_config(config.model), config.model.trust_remote_code)
         if config.model.base in ("fp8", "4bit"):

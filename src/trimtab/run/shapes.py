@@ -10,14 +10,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trimtab.base.errors import ModelError
-from trimtab.config.load import AnyConfig
+from trimtab.config.load import AnyConfig, Offline
 from trimtab.config.resolved import ResolvedConfig
 from trimtab.config.schema import Model
 from trimtab.model.context import HYBRIDS, config_of_layer, context_of
+from trimtab.plan.job import Machine
+from trimtab.plan.reading import refuse_reading
 from trimtab.plan.shape import Block, ModelShape, read_shape
-from trimtab.plan.source import described_shape
+from trimtab.plan.source import described_shape, is_quantised, widened_from
 from trimtab.plan.stated import critic_of, models_of, reward_models_of
-from trimtab.plan.work import Models
+from trimtab.plan.work import Lengths, Models, job_of
 
 if TYPE_CHECKING:
     from trimtab.model.policy import Policy
@@ -34,9 +36,10 @@ def loaded_models(config: AnyConfig, policy: Policy) -> Models:
         adapters=sum(p.numel() for p in policy.parameters()) if config.model.lora else 0,
         fused=policy.fused,
         tiled_head=policy.tiled_head,
+        stored=widened_from(config, shape.has_experts),
         critic=critic_of(config, shape, shape_of),
         reward_models=reward_models_of(config, shape_of),
-        stored=codes_of(policy.model),
+        codes=codes_of(policy.model),
     )
 
 
@@ -49,6 +52,14 @@ def evaluated_models(config: ResolvedConfig, policy: Policy) -> Models:
 def stated_models(config: AnyConfig, shape: ModelShape, cpu: bool = False, tiled_head: bool = True) -> Models:
     """The models of a run that a config describes, on a CPU or on a device that has kernels for a tiled head."""
     return models_of(config, shape, shape_of, cpu, tiled_head)
+
+
+def refuse_unreadable(config: ResolvedConfig | Offline, lengths: Lengths, machine: Machine) -> None:
+    """Refuse, before it is read, a model that fits nowhere once it is dequantised."""
+    if is_quantised(config.model.path):
+        shape = shape_of(config.model.path, config.model.trust_remote_code)
+        job = job_of(config, stated_models(config, shape, machine.cpu, machine.device.tiled_head), lengths)
+        refuse_reading(config.run, job, machine)
 
 
 def shape_of(path: str, trust_remote_code: bool = False) -> ModelShape:
@@ -107,10 +118,37 @@ def shape_of_model(model: Any) -> ModelShape:
     return replace(shape, other=total - shape.parameters)
 
 
+NORMS_AFTER = ("post_feedforward_layernorm", "post_mlp_layernorm")
+"""What layers call a norm of what they add to the residual."""
+
+
 def _measured_block(config: Any, index: int, layer: Any) -> Block:
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     count = sum(p.numel() for name, p in layer.named_parameters() if "lora_" not in name)
-    return Block(heads, kv_heads, size, size, width[index] if isinstance(width, Sequence) else width, count, count)
+    attention, window = getattr(layer, "self_attn", None), None
+    if isinstance(getattr(attention, "sliding_window", None), int):
+        window = attention.sliding_window
+    block = Block(
+        heads, kv_heads, size, size, width[index] if isinstance(width, Sequence) else width, count, count, window,
+        head_norm=hasattr(attention, "q_norm"), sandwich=any(hasattr(layer, name) for name in NORMS_AFTER),
+        dense=getattr(config, "attn_logit_softcapping", None) is not None,
+    )  # fmt: skip
+    return _with_experts(block, config, layer)
+
+
+def _with_experts(block: Block, config: Any, layer: Any) -> Block:
+    """The same with the experts that grouped products serve."""
+    from trimtab.model.experts import expert_modules
+
+    modules = expert_modules(layer)
+    used = getattr(config, "num_experts_per_tok", None)
+    if not modules or not used:
+        return block
+    stacked = [p for p in modules[0].parameters(recurse=False) if p.ndim == 3]
+    experts, *sizes = modules[0].down_proj.shape
+    unused = sum(p.numel() for p in stacked) * (experts - used) // experts
+    width = sizes[0] if modules[0].is_transposed else sizes[1]
+    return replace(block, width=width, experts=experts, experts_used=used, active=block.parameters - unused)

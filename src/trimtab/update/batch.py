@@ -37,6 +37,8 @@ class Sample:
     returns: torch.Tensor | None = None
     policy_mask: torch.Tensor | None = None
     """bool, one entry a token: which ones the model drew, and are learned. None: all."""
+    routes: torch.Tensor | None = None
+    """int16, [tokens, layers, experts of a token]: experts that the engine chose where it read each token; -1: not known."""
 
     def __len__(self) -> int:
         """Room it takes: the prompt and all that follows, learned or not."""
@@ -91,23 +93,31 @@ class MicroBatch:
     """This rank's part of the row, by the group that shares it."""
 
     @property
-    def sizes(self) -> tuple[int, int, int, int, int]:
-        """Tokens, predictions, keys seen, segments and pairs of a query and a key: what memory depends on."""
+    def sizes(self) -> tuple[int, int, int, int, int, int]:
+        """Tokens, predictions, keys seen, segments and pairs of a query and a key: what memory depends on. 0: all is here."""
         plan = self.plan
-        return len(self.tokens_T), len(self.targets_R), plan.keys, len(plan.lengths), plan.pairs
+        return len(self.tokens_T), len(self.targets_R), plan.keys, len(plan.lengths), plan.pairs, 0
 
-    def sizes_on(self, group: SequenceGroup | None) -> tuple[int, int, int, int, int]:
-        """The same of what this rank has of the row."""
+    def sizes_on(self, group: SequenceGroup | None) -> tuple[int, int, int, int, int, int]:
+        """The same of what this rank has of the row, and how many tokens the row has."""
         if group is None:
             return self.sizes
         row = self._cut(group)
         own, plan = row.own(self.predictors_on_host_R), row.plan
-        return len(row.rows_S), len(own.mine), plan.keys, len(plan.lengths), plan.pairs
+        return len(row.rows_S), len(own.mine), plan.keys, len(plan.lengths), plan.pairs, len(self.tokens_T)
 
     def _cut(self, group: SequenceGroup) -> CutRow:
         if id(group) not in self._cuts:
             self._cuts[id(group)] = cut_row(self.plan, group)
         return self._cuts[id(group)]
+
+    def here(self, policy: AnyPolicy, values_T: torch.Tensor, instead: float) -> torch.Tensor:
+        """The values of the tokens that this rank runs; `instead` for one that it runs for nothing."""
+        if policy.sequence is None:
+            return values_T
+        row = self._cut(policy.sequence)
+        found = values_T[row.rows_S.to(values_T.device)]
+        return found if row.real else torch.full_like(found, instead)
 
     def run(self, policy: AnyPolicy, chosen: torch.Tensor | None = None) -> RowRun:
         """Hidden states that predict the learned tokens, or only the chosen of these (indices in host memory): all of them, or
@@ -166,6 +176,20 @@ class MicroBatch:
             sequence_R=to_device(torch.from_numpy(np.arange(len(ordered)).repeat(counts)), device),
             places=[] if place_of is None else [place_of[id(sample)] for sample in ordered],
         )
+
+    def routes(self) -> torch.Tensor | None:
+        """The engine's choices of experts for every token of the row, -1 where they are not known; None where none are."""
+        known = next((s.routes for s in self.samples if s.routes is not None), None)
+        if known is None:
+            return None
+        parts = []
+        for sample in self.samples:
+            learned = _learned_places(sample)
+            inside = int(learned[-1]) if len(learned) else 0
+            routes = known.new_full((inside, *known.shape[1:]), -1) if sample.routes is None else sample.routes[:inside]
+            parts.append(routes)
+        prompts = self.tokens_T.shape[0] - sum(part.shape[0] for part in parts)
+        return torch.cat([known.new_full((prompts, *known.shape[1:]), -1), *parts])
 
     def gather(self, field: str) -> torch.Tensor:
         """A per-token field of the samples as one tensor on the device."""

@@ -106,7 +106,7 @@ def to_samples(groups: list[Group]) -> list[list[Sample]]:
     empty = torch.empty(0)
     return [
         [
-            Sample(t.prompt.tokens, t.tokens, empty, empty, t.logprobs, policy_mask=t.policy_mask)
+            Sample(t.prompt.tokens, t.tokens, empty, empty, t.logprobs, policy_mask=t.policy_mask, routes=t.routes)
             for t in group.trajectories
         ]
         for group in groups

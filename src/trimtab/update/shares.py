@@ -38,6 +38,8 @@ class Share:
     """Counted cost of all of them, in any unit."""
     fillers: int = 0
     """How many of the last micro-batches weigh nothing: this rank computes them because others wait for it in collectives."""
+    choices: torch.Tensor | None = None
+    """[layers, experts]: by how many learned tokens of the whole step each expert is chosen, where experts are balanced."""
 
 
 @dataclass(frozen=True)

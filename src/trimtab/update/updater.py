@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
 
-from trimtab.base.errors import ConfigError, Problem
 from trimtab.base.spans import log
 from trimtab.config.run import Recompute
 from trimtab.model.keep import Keep
@@ -26,7 +25,7 @@ from trimtab.model.sharded import ShardedPolicy
 from trimtab.update.batch import MicroBatch, Sample
 from trimtab.update.early_reduction import EarlyReduction
 from trimtab.update.launching import Launching
-from trimtab.update.loss_scale import first_scale, lower_scale, unscale
+from trimtab.update.mixture import MixtureLoss, note_agreement
 from trimtab.update.objectives.objective import Objective
 from trimtab.update.optimizer import AnyLearn, MasterAdamW
 from trimtab.update.overlapped_reduction import OverlappedReduction
@@ -156,9 +155,6 @@ class Updater:
         """`learn`: the optimizer's settings. `metered` is entered around each `apply`, by whoever measures its memory. `peers`:
         other ranks, each of which accumulates a share of the step; with `reduce_early` gradients are summed over them in every
         micro-batch. `overlap`: they are summed while a backward pass runs."""
-        if policy.dtype == torch.float16 and peers.ranks > 1:
-            what = "float16 is trained on one device: its loss scale is not shared yet"
-            raise ConfigError([Problem("model.dtype", what, "Write run.devices: 1, or model.dtype: float32.")])
         self.policy = policy
         self.objective = objective
         self.token_budget = token_budget
@@ -170,6 +166,7 @@ class Updater:
         alongside = overlap and not reduce_early and peers.ranks > 1 and not isinstance(policy, ShardedPolicy)
         self._overlapped = OverlappedReduction(policy, self.optimizer) if alongside else None
         policy.offload_activations(offload_activations)
+        self._mixture = MixtureLoss(policy, float(getattr(learn, "router_aux_coef", 0.0)))
         self.checkpoint_activations: Recompute = False
         self.recompute(checkpoint_activations)
         self._metered = metered
@@ -230,28 +227,35 @@ class Updater:
         """The same for micro-batches that are packed already."""
         self.progress = Progress()
         with policy.present():
-            batches = self._micro_batches(share, policy)
-            found = [(batch, self.objective.estimate(policy, batch, self.logprob_chunk)) for batch in batches]
+            found = []
+            for batch in self._micro_batches(share, policy):
+                with self.policy.routers.during(self._mixture.scored(batch, policy)):
+                    found.append((batch, self.objective.estimate(policy, batch, self.logprob_chunk)))
         for batch, estimates in found:  # the device is waited for once, after its last pass
             self.objective.write(estimates, batch, field)
 
     def accumulate(self, samples: Sequence[Sample], kl_coef: float = 0.0) -> UpdateStats:
         """The gradient of a step on all of `samples`, beside the weights."""
-        return self.accumulate_share(self._pack(samples, self.token_budget), kl_coef)
+        share = self._pack(samples, self.token_budget)
+        if self.balances:
+            share = replace(share, choices=self.count_choices(share))
+        return self.accumulate_share(share, kl_coef)
+
+    @property
+    def balances(self) -> bool:
+        """Choices of experts are counted for a whole step (`count_choices`) before it is accumulated."""
+        return self._mixture.balances
+
+    def count_choices(self, share: Share) -> torch.Tensor:
+        """By how many of the share's learned tokens each expert of each layer is chosen."""
+        self.progress = Progress()
+        first = len(share.batches) - share.fillers
+        batches = ((batch, number >= first) for number, batch in enumerate(self._micro_batches(share, self.policy)))
+        return self._mixture.count(batches)
 
     def accumulate_share(self, share: Share, kl_coef: float = 0.0) -> UpdateStats:
-        """The same for micro-batches that are packed already: all of a step's, or this rank's. In float16 with a scale of
-        the loss at which the gradient is finite (loss_scale.py)."""
-        scale = first_scale(self.policy.dtype)
-        while True:
-            stats = self._accumulate_scaled(share, kl_coef, scale)
-            done = scale == 1.0 or unscale(self.optimizer.grads(), scale)
-            if done or not bool(stats.sums["loss"].isfinite()):  # a smaller scale would not help
-                return stats
-            scale = lower_scale(scale)
-
-    def _accumulate_scaled(self, share: Share, kl_coef: float, scale: float) -> UpdateStats:
-        stats = UpdateStats(loss_scale=scale)
+        """The same for micro-batches that are packed already: all of a step's, or this rank's."""
+        stats = UpdateStats()
         self.progress = Progress()
         if self._overlapped is not None:
             self._overlapped.begin()
@@ -266,10 +270,12 @@ class Updater:
             if self._early is not None:
                 self._early.begin_micro_batch()
             filler = number >= len(share.batches) - share.fillers
-            loss = self._loss(batch, kl_coef, UpdateStats() if filler else stats)
-            if self._overlapped is not None and number == len(share.batches) - 1:
-                self._overlapped.last_pass()
-            self._backward(loss if scale == 1.0 else loss * scale)
+            with self.policy.routers.during(self._mixture.of(batch, share, filler)) as asked:
+                loss = self._loss(batch, kl_coef, UpdateStats() if filler else stats)
+                if self._overlapped is not None and number == len(share.batches) - 1:
+                    self._overlapped.last_pass()
+                note_agreement(asked, UpdateStats() if filler else stats)
+                self._backward(loss)
             del loss
             if self._early is not None:
                 self._early.end_micro_batch()

@@ -86,7 +86,9 @@ class EagerDecoder:
         pages_BP, positions_B = rows.pages[index_B, :width], rows.state.positions[index_B]
         slots_B, longest = self.cache.slots(pages_BP, positions_B), max(s.stored for s in live) + step + 1
         attention = DecodePlan(self.cache, pages_BP, positions_B, slots_B, longest, index_B, first_page)
-        self.draw(index_B, self.policy.hidden(rows.state.last_tokens[index_B], positions_B, attention))
+        with self.policy.routers.during(rows.recorded(index_B)):
+            hidden_BE = self.policy.hidden(rows.state.last_tokens[index_B], positions_B, attention)
+        self.draw(index_B, hidden_BE)
 
     def close(self) -> None:
         self.cache.clear()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from trimtab.model.kernels.shared import gated
+from trimtab.model.kernels.shared import gated, whole_norms
 from trimtab.model.kernels.train import rope
 from trimtab.model.norms import Norm, Rotary
 from trimtab.model.parts import LayerParts, Linears, QuantisedLinears, read_parts, rotary_tables, run_mixture
@@ -27,6 +27,8 @@ from trimtab.rollout.native.cache import Empty, KVCache, PrefillPlan
 from trimtab.rollout.native.kernels.attention import DecodeBatch, DecodeShape, Partials, decode_attention
 from trimtab.rollout.native.kernels.layers import embed, residual_norm
 from trimtab.rollout.native.kernels.skinny import MAX_ROWS, Cut, cut_for, most_rows, serves, skinny
+
+AddUp = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Product:
@@ -180,6 +182,7 @@ class Workspace:
         self.residual = empty((batch, hidden), torch.float32)
         self.x, self.y = (empty((batch, hidden), dtype) for _ in range(2))
         self.qkv = empty((batch * max(l.qkv.outputs for l in layers),), dtype)
+        self.head_scales = empty((2, batch), torch.float32)
         self.attended = empty((batch * max(l.output.inputs for l in layers),), dtype)
         dense = [l.dense for l in layers if l.dense is not None]
         self.gate_up = empty((batch * max((d.gate_up.outputs for d in dense), default=0),), dtype)
@@ -195,8 +198,9 @@ class Workspace:
 class FusedBody:
     """Decode steps of a model whose layers are known."""
 
-    def __init__(self, policy: Policy, shapes: dict[int, LayerShape]) -> None:
-        self.policy = policy
+    def __init__(self, policy: Policy, shapes: dict[int, LayerShape], add_up: AddUp | None = None) -> None:
+        """`add_up`: where layers are cut over devices, the sum of what each has of an output, in place."""
+        self.policy, self._add_up = policy, add_up
         parts = read_parts(policy, shapes)
         self.layers = [FusedLayer(layer) for layer in parts.layers]
         self.final, self.table, self.factor = parts.final, parts.embedding.data, parts.factor
@@ -240,8 +244,13 @@ class FusedBody:
             qkv, attended = _table(space.qkv, b, layer.qkv.outputs), _table(space.attended, b, layer.output.inputs)
             layer.qkv.few(x, qkv) if few else layer.qkv(x, qkv)
             self._attend(batch, layer, qkv, attended, cache, index, space)
-            found = layer.output.few(attended, space.parts, whole=False) if few else layer.output(attended, y)
-            residual_norm(residual, found, x, layer.parts.before_mlp, layer.parts.after_attention, layer.parts.factor)
+            few_of_sum = few and self._add_up is None
+            found = (
+                layer.output.few(attended, space.parts, whole=False)
+                if few_of_sum
+                else self._whole(layer.output, attended, y)
+            )
+            _after_attention(layer.parts, residual, found, x, y)
             dense = layer.dense
             if dense is None:
                 found = layer.feed(x, y, x.new_empty)
@@ -249,11 +258,13 @@ class FusedBody:
                 narrow = _table(space.gated, b, dense.down.inputs)
                 if few:
                     dense.gate_up.few(x, narrow, dense.activation)
-                    found = dense.down.few(narrow, space.parts, whole=False)
                 else:
                     wide = _table(space.gate_up, b, dense.gate_up.outputs)
                     gated(dense.gate_up(x, wide), narrow, dense.activation)
-                    found = dense.down(narrow, y)
+                few_down = few and self._add_up is None
+                found = (
+                    dense.down.few(narrow, space.parts, whole=False) if few_down else self._whole(dense.down, narrow, y)
+                )
             residual_norm(residual, found, x, self._following(index), layer.parts.after_mlp, layer.parts.factor)
         return x
 
@@ -265,15 +276,21 @@ class FusedBody:
         for index, layer in enumerate(self.layers):
             shape = layer.decode_shape
             qkv = layer.qkv(x)
-            rotary, norm = self.rotaries[layer.parts.kind], layer.parts.head_norm
+            rotary, norm = self.rotaries[layer.parts.kind], layer.parts.each_head_norm
+            _normalise_whole(layer.parts, qkv, qkv.new_empty((2, qkv.shape[0]), dtype=torch.float32))
             rotated = rope(qkv, positions_T, shape.heads, shape.kv_heads, rotary, norm)
             q_THD, k_TKD, v_TKD = rotated.split((shape.heads, shape.kv_heads, shape.kv_heads), 1)
             attended = plan.attend(index, q_THD, k_TKD, v_TKD, layer.parts.shape.rules)
-            layer.output(attended.flatten(1), y)
-            residual_norm(residual, y, x, layer.parts.before_mlp, layer.parts.after_attention, layer.parts.factor)
+            self._whole(layer.output, attended.flatten(1), y)
+            _after_attention(layer.parts, residual, y, x, y)
             found = layer.feed(x, y, lambda columns, rows=x: rows.new_empty((rows.shape[0], columns)))
+            found = found if self._add_up is None else self._add_up(found)
             residual_norm(residual, found, x, self._following(index), layer.parts.after_mlp, layer.parts.factor)
         return x
+
+    def _whole(self, product: Product, x_BI: torch.Tensor, out_BE: torch.Tensor) -> torch.Tensor:
+        found = product(x_BI, out_BE)
+        return found if self._add_up is None else self._add_up(found)
 
     def _following(self, index: int) -> Norm | None:
         return self.final if index + 1 == len(self.layers) else self.layers[index + 1].parts.before_attention
@@ -283,15 +300,32 @@ class FusedBody:
         space: Workspace,
     ) -> None:  # fmt: skip
         shape = layer.decode_shape
+        _normalise_whole(layer.parts, qkv, space.head_scales)
         b, q_size, k_size = qkv.shape[0], shape.heads * shape.size, shape.kv_heads * shape.size
         q_BHD = qkv[:, :q_size].unflatten(1, (shape.heads, shape.size))
         k_BKD = qkv[:, q_size : q_size + k_size].unflatten(1, (shape.kv_heads, shape.size))
         v_BKD = qkv[:, q_size + k_size :].unflatten(1, (shape.kv_heads, shape.value_size))
         decode_attention(
             batch, shape, layer.parts.shape.rules, space.partials, q_BHD, k_BKD, v_BKD, cache.keys[index], cache.values[index],
-            out.view(b, shape.heads, shape.value_size), self.rotaries[layer.parts.kind], layer.parts.head_norm,
-            cache.powers(index),
+            out.view(b, shape.heads, shape.value_size), self.rotaries[layer.parts.kind],
+            layer.parts.each_head_norm, cache.powers(index),
         )  # fmt: skip
+
+
+def _after_attention(
+    parts: LayerParts, residual: torch.Tensor, found: torch.Tensor, x: torch.Tensor, spare: torch.Tensor
+) -> None:
+    """Add what attention gives to the residual; the feed-forward part reads its norm, or what attention has read."""
+    if parts.parallel:
+        residual_norm(residual, found, spare, None, None, parts.factor)
+    else:
+        residual_norm(residual, found, x, parts.before_mlp, parts.after_attention, parts.factor)
+
+
+def _normalise_whole(parts: LayerParts, qkv_BX: torch.Tensor, scales: torch.Tensor) -> None:
+    """Normalise queries and keys in place, where that is done over all heads together."""
+    if parts.head_norm is not None and parts.head_norm.whole:
+        whole_norms(qkv_BX, parts.head_norm, qkv_BX, scales)
 
 
 def _table(space: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trimtab.model.routing import FREE, Asked
 from trimtab.model.transfer import to_device
 from trimtab.rollout.native.scheduler import Sequence
 
@@ -44,18 +45,39 @@ class Outputs:
     logprobs: torch.Tensor
     counts: list[int]
     arrived: torch.cuda.Event | None
+    routes: torch.Tensor | None = None
 
-    def each(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def each(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
         if self.arrived is not None:
             self.arrived.synchronize()
-        return [(t[:n].clone(), p[:n].clone()) for t, p, n in zip(self.tokens, self.logprobs, self.counts)]
+        routes = [None] * len(self.counts) if self.routes is None else list(self.routes)
+        return [
+            (t[:n].clone(), p[:n].clone(), None if r is None else _read(r[:n]))
+            for t, p, r, n in zip(self.tokens, self.logprobs, routes, self.counts)
+        ]
+
+
+def _read(routes: torch.Tensor) -> torch.Tensor:
+    """Without those of the last token, which nothing has read yet."""
+    found = routes.clone()
+    found[-1:] = FREE
+    return found
 
 
 class Rows:
     """`count` rows of up to `limit` new tokens and `width` pages, with up to `stops` stop tokens; and one row more that no
     sequence has and nothing advances."""
 
-    def __init__(self, count: int, limit: int, width: int, stops: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        count: int,
+        limit: int,
+        width: int,
+        stops: int,
+        device: torch.device,
+        routes: tuple[int, int] | None = None,
+    ) -> None:
+        """`routes`: routers and experts of a token, where it is kept which experts read each new token."""
         self.count, self.limit, self.width, self.stops = count, limit, width, stops
         self.device = device
         self.idle_row = count
@@ -75,6 +97,7 @@ class Rows:
             logprobs=whole(count + 1, limit, dtype=torch.float32),
             stop_ids=whole(stops),
         )
+        self.routes = None if routes is None else whole(count + 1, limit, *routes, dtype=torch.int16)
         self._generated = np.zeros(count, dtype=np.int64)
         self._done = np.zeros(count, dtype=np.int64)
         self._known_pages = np.zeros(count, dtype=np.int64)
@@ -118,6 +141,18 @@ class Rows:
         state.generated[index_B] = at_B + 1
         ended_B = torch.where(at_B + 1 >= state.limits[index_B], AT_LIMIT, RUNNING)
         state.done[index_B] = torch.where(torch.isin(tokens_B, state.stop_ids), STOPPED, ended_B).to(torch.int32)
+
+    def recorded(self, index_B: torch.Tensor) -> Asked:
+        """What routers are asked for in a decode step: to note which experts read the newest token of each row."""
+        routes = self.routes
+        if routes is None:
+            return Asked()
+        at_B = self.state.generated[index_B] - 1
+
+        def record(layer: int, index_BK: torch.Tensor) -> None:
+            routes[:, :, layer].index_put_((index_B, at_B), index_BK.to(torch.int16))
+
+        return Asked(record=record)
 
     def ask(self, index_B: torch.Tensor) -> torch.Tensor:
         """The facts of the rows as they will be when everything launched so far is done; not to be read before that."""
@@ -168,18 +203,22 @@ class Rows:
         index, counts = self.index(sequences), [int(self._generated[s.row]) for s in sequences]
         longest = max(counts)
         tokens, logprobs = self.state.tokens[index, :longest], self.state.logprobs[index, :longest]
+        routes = None if self.routes is None else self.routes[index, :longest]
         arrived = None
         if self.device.type == "cuda":
             tokens, logprobs = (x.to("cpu", non_blocking=True) for x in (tokens, logprobs))
+            routes = None if routes is None else routes.to("cpu", non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
-        return Outputs(tokens, logprobs, counts, arrived)
+        return Outputs(tokens, logprobs, counts, arrived, routes)
 
     def save(self, sequence: Sequence) -> None:
         """Keep what a sequence has made before it is preempted."""
         made = int(self._generated[sequence.row])
         sequence.tokens = self.state.tokens[sequence.row, :made].tolist()
         sequence.logprobs = self.state.logprobs[sequence.row, : len(sequence.tokens)].tolist()
+        if self.routes is not None:
+            sequence.routes = self.routes[sequence.row, :made].cpu()
 
     def restore(self, sequence: Sequence) -> None:
         """Put a preempted sequence into its new row, as it was."""
@@ -187,6 +226,8 @@ class Rows:
         state = self.state
         state.tokens[row, :made] = torch.tensor(sequence.tokens, device=self.device)
         state.logprobs[row, :made] = torch.tensor(sequence.logprobs, device=self.device)
+        if self.routes is not None and sequence.routes is not None:
+            self.routes[row, :made] = sequence.routes.to(self.device)
         state.last_tokens[row] = sequence.tokens[-1]
         state.generated[row] = made
         index, position, key, limit = self.to_device(

@@ -52,6 +52,8 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     """Completion so far; kept here only while the sequence is preempted."""
+    routes: Any = None
+    """Experts that read it, kept as long."""
     key: int = 0
     """Key of its random numbers."""
     stored: int = 0

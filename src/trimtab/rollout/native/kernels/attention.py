@@ -26,7 +26,7 @@ import triton.language as tl
 from trimtab.model.attention import Rules
 from trimtab.model.kernels.chain import follow, launch_options
 from trimtab.model.kernels.e4m3 import from_e4m3, to_e4m3
-from trimtab.model.kernels.shared import weighted
+from trimtab.model.kernels.shared import partner, turns_back, weighted
 from trimtab.model.norms import HeadNorm, Rotary
 from trimtab.model.shapes import LayerShape
 
@@ -36,7 +36,8 @@ LOWEST = tl.constexpr(-1.0e30)
 
 @triton.jit
 def _head_rows(
-    X, at_R, valid_R, pos_R, COS, SIN, W, eps, d, D: tl.constexpr, RD: tl.constexpr, NORM: tl.constexpr
+    X, at_R, valid_R, pos_R, COS, SIN, W, eps, d, D: tl.constexpr, RD: tl.constexpr, NORM: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
 ):  # fmt: skip
     """[R, D] head vectors at the offsets given, normalised (NORM) and rotated (RD > 0) as transformers does it."""
     real = valid_R[:, None] & (d < D)[None, :]
@@ -47,12 +48,11 @@ def _head_rows(
         rms = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
         x = weighted(x * rms, tl.load(W + d, mask=d < D, other=0.0)[None, :], dtype, NORM)
     if RD > 0:
-        half: tl.constexpr = RD // 2
-        pair = tl.where(d < half, d + half, tl.where(d < RD, d - half, d))
+        pair = partner(d, RD, NEIGHBOURS)
         y = tl.load(X + at_R[:, None] + pair[None, :], mask=real, other=0.0).to(tl.float32)
         if NORM > 0:
             y = weighted(y * rms, tl.load(W + pair, mask=pair < D, other=0.0)[None, :], dtype, NORM)
-        y = tl.where((d < half)[None, :], -y, y)
+        y = tl.where(turns_back(d, RD, NEIGHBOURS)[None, :], -y, y)
         rotated = valid_R[:, None] & (d < RD)[None, :]
         cos = tl.load(COS + pos_R[:, None] * RD + d[None, :], mask=rotated, other=1.0).to(tl.float32)
         sin = tl.load(SIN + pos_R[:, None] * RD + d[None, :], mask=rotated, other=0.0).to(tl.float32)
@@ -145,8 +145,8 @@ def _prefix(
     Q, q_b, q_h, KC, VC, KP, VP, PAGES, width, INDEX, POS, ITEMS, COS, SIN, QN, PM, PL, PACC, scale, softcap, eps, window,
     H: tl.constexpr, G: tl.constexpr, HK: tl.constexpr, CODES: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    KD: tl.constexpr, VD: tl.constexpr, RD: tl.constexpr, NORM: tl.constexpr, PAGE: tl.constexpr, T: tl.constexpr,
-    M: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr, CHAIN: tl.constexpr,
+    KD: tl.constexpr, VD: tl.constexpr, RD: tl.constexpr, NORM: tl.constexpr, NEIGHBOURS: tl.constexpr, PAGE: tl.constexpr,
+    T: tl.constexpr, M: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """Queries of up to M / G samples of one prompt against the pages they share."""
     follow(CHAIN)
@@ -160,7 +160,7 @@ def _prefix(
         head = h * G + r % G
         pos = tl.load(POS + tl.load(INDEX + b, mask=valid, other=0), mask=valid, other=0).to(tl.int32)
         d, dv = tl.arange(0, DP), tl.arange(0, DVP)
-        q = _head_rows(Q, b * q_b + head * q_h, valid, pos, COS, SIN, QN, eps, d, D, RD, NORM)
+        q = _head_rows(Q, b * q_b + head * q_h, valid, pos, COS, SIN, QN, eps, d, D, RD, NORM, NEIGHBOURS)
         m = tl.full([M], LOWEST, tl.float32)
         l = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, DVP], tl.float32)
@@ -185,8 +185,8 @@ def _decode(
     PM, PL, PACC, SM, SL, SACC, OUT, batch, splits, scale, softcap, eps, window,
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, HK: tl.constexpr, CODES: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
-    DVP: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, RD: tl.constexpr, NORM: tl.constexpr, PAGE: tl.constexpr,
-    T: tl.constexpr, SPLIT: tl.constexpr, SHARE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
+    DVP: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, RD: tl.constexpr, NORM: tl.constexpr, NEIGHBOURS: tl.constexpr,
+    PAGE: tl.constexpr, T: tl.constexpr, SPLIT: tl.constexpr, SHARE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
     SINK: tl.constexpr, STAGES: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """Own pages of one sequence for one key/value head; the first split also takes in the new token and stores it."""
@@ -213,7 +213,7 @@ def _decode(
         if not SPLIT:
             tl.store(out, tl.zeros([GP, DVP], OUT.dtype.element_ty), mask=real)
         return
-    q = _head_rows(Q, b * q_b + head * q_h, g < G, g * 0 + pos, COS, SIN, QN, eps, d, D, RD, NORM)
+    q = _head_rows(Q, b * q_b + head * q_h, g < G, g * 0 + pos, COS, SIN, QN, eps, d, D, RD, NORM, NEIGHBOURS)
     m = tl.full([GP], LOWEST, tl.float32)
     l = tl.zeros([GP], tl.float32)
     acc = tl.zeros([GP, DVP], tl.float32)
@@ -225,7 +225,7 @@ def _decode(
             l = tl.load(PL + at, mask=there, other=0.0)
             acc = tl.load(PACC + at[:, None] * DV + dv[None, :], mask=there[:, None] & (dv < DV)[None, :], other=0.0)
         one = tl.arange(0, 1)
-        k = _head_rows(K, one + b * k_b + h * k_h, one == 0, one + pos, COS, SIN, KN, eps, d, D, RD, NORM)
+        k = _head_rows(K, one + b * k_b + h * k_h, one == 0, one + pos, COS, SIN, KN, eps, d, D, RD, NORM, NEIGHBOURS)
         v = tl.load(V + b * v_b + h * v_h + one[:, None] + dv[None, :], mask=(dv < DV)[None, :], other=0.0)
         slot = tl.load(PAGES + row_at + pos // PAGE).to(tl.int64) * PAGE + pos % PAGE
         if CODES:
@@ -385,7 +385,8 @@ def decode_attention(
         "D": shape.size, "DP": max(16, triton.next_power_of_2(shape.size)), "DV": shape.value_size,
         "DVP": max(16, triton.next_power_of_2(shape.value_size)), "KD": shape.kv_heads * shape.size,
         "VD": shape.kv_heads * shape.value_size, "RD": rotary.cos.shape[-1] if rotary else 0, "NORM": norm.kind if norm else 0,
-        "PAGE": batch.page_tokens, "CAP": rules.softcap is not None, "WINDOW": rules.window is not None, **launch_options(),
+        "NEIGHBOURS": rotary is not None and rotary.neighbours, "PAGE": batch.page_tokens,
+        "CAP": rules.softcap is not None, "WINDOW": rules.window is not None, **launch_options(),
     }  # fmt: skip
     cos, sin = (rotary.cos, rotary.sin) if rotary else (q_BHD, q_BHD)
     query_norm, key_norm, eps = (norm.query, norm.key, norm.eps) if norm else (q_BHD, q_BHD, 0.0)
