@@ -279,7 +279,7 @@ RULES: tuple[ConvertRule, ...] = (
     *each(
         unsupported,
         "load_in_4bit load_in_8bit use_bnb_nested_quant",
-        "Trimtab does not quantise weights; model.lora with bfloat16 weights is similar",
+        "write model.base: 4bit or fp8 with model.lora: it stores the frozen weights so",
     ),
     unsupported("use_rslora", "Trimtab scales adapters by alpha / r: write alpha × sqrt(r) as model.lora.alpha"),
     *each(
@@ -311,7 +311,7 @@ RULES: tuple[ConvertRule, ...] = (
     *each(
         unsupported,
         "quantization_config quantization_config.*",
-        "Trimtab does not quantise weights; model.lora with bfloat16 weights is similar",
+        "write model.base: 4bit or fp8 with model.lora: it stores the frozen weights so",
     ),
     *REWARD_MODEL_ARGUMENTS,
     *each(
