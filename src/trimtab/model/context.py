@@ -49,7 +49,8 @@ def context_of(config: Any) -> int:
     """Tokens of the longest sequence that a text model is used for, by its config or by the dict of its config.json.
 
     With longrope that is the length before the rotation is stretched. From the first sequence beyond it on, transformers turns
-    the tokens of all sequences of a pass otherwise: what a sequence gives would depend on what else is in flight.
+    the tokens of all sequences of a pass otherwise: what a sequence gives would depend on what else is in flight. With YaRN it is
+    the length that the rotation is stretched to, which many configs do not write into `max_position_embeddings`.
     """
     read = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
     context = int(read("max_position_embeddings") or 2**31)
@@ -60,6 +61,9 @@ def context_of(config: Any) -> int:
         if part.get("rope_type", part.get("type")) in LONGROPE:
             before = part.get("original_max_position_embeddings") or read("original_max_position_embeddings")
             context = min(context, int(before or context))
+        elif part.get("rope_type", part.get("type")) == "yarn":  # turns every token alike, however long a sequence is
+            before, factor = part.get("original_max_position_embeddings"), part.get("factor")
+            context = max(context, int(before * factor)) if before and factor else context
     return context
 
 

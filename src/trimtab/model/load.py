@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file, logging
 
-from trimtab.base.errors import ModelError
+from trimtab.base.errors import ConfigError, ModelError, Problem
 from trimtab.base.suggestions import is_local
 from trimtab.config.schema import Model
 from trimtab.model.adapters import has_adapters, merged_state
@@ -37,7 +37,12 @@ from trimtab.model.with_vision import WHOLE, save_with_vision, whole_of
 
 logging.disable_progress_bar()  # Trimtab has its own view of a run
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
 WEIGHTS = ("*.safetensors", "*.bin")
 DOWNLOAD_AGAIN = "Download it again."
 
@@ -85,7 +90,24 @@ def find_source(path: str, key: str = "model.path") -> ModelSource:
 def resolve_dtype(model: Model, device: torch.device) -> torch.dtype:
     if model.dtype != "auto":
         return DTYPES[model.dtype]
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if device.type != "cuda":
+        return torch.float32
+    return torch.bfloat16 if has_bfloat16(device) else torch.float16
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """A GPU has units that compute in bfloat16."""
+    return torch.cuda.get_device_capability(device)[0] >= 8
+
+
+def refuse_dtype(model: Model, device: torch.device) -> None:
+    """A type that a GPU would only imitate."""
+    if model.dtype == "bfloat16" and device.type == "cuda" and not has_bfloat16(device):
+        name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        what = f"a {name} (sm_{major}{minor}) does not compute in bfloat16"
+        raise ConfigError(
+            [Problem("model.dtype", what, "Write float16, which is trained with loss scaling, or float32.")]
+        )
 
 
 def load_model(model: Model, device: torch.device) -> Any:
