@@ -18,7 +18,7 @@ import pytest
 import torch
 from emulated_cuda.memory import DeviceMemory
 from safetensors.torch import load_file
-from tiny import tiny_model, tiny_tokenizer
+from tiny import tiny_hybrid, tiny_model, tiny_tokenizer
 
 from tests import running
 from tests.running import Trained, letters
@@ -59,6 +59,7 @@ class Case:
     changes: dict[str, Any] = field(default_factory=dict)
     stage: str = "train"
     fused: bool = False
+    hybrid: bool = False
 
 
 GRPO = Case()
@@ -95,6 +96,13 @@ FULL = {
     "plain modules": Case("olmo2"),
     "joined projections": Case("phi3"),
     "granite": Case("granite"),
+    "shared experts": Case("qwen2_moe", fused=True),
+    "latent attention": Case("deepseek_v3"),
+    "gated delta": Case("qwen3_next", hybrid=True),
+    "convolutions": Case("lfm2", hybrid=True),
+    "mamba": Case("falcon_h1", hybrid=True),
+    "experts that were chosen": Case("mixtral", changes={"learn": {"router_replay": True, "router_aux_coef": 0.1}}),
+    "experts, adapters": Case("qwen3_moe", model=LORA, fused=True),
     "tied": Case(shape={"tie_word_embeddings": True}, fused=True),
     "adapters, plain": Case(model=LORA),
     "adapters with 8 bits": Case(model=LORA, changes={"learn": {"optimizer": {"states": "8bit"}}}, fused=True),
@@ -132,13 +140,19 @@ def _cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     if not REAL:
         monkeypatch.setattr(attention, "MAX_SPLITS", 1)
     monkeypatch.setattr(policy, "PROBE_LENGTHS", [3, 2])
+    monkeypatch.setattr(policy, "PROBE_CUT", [2, 1, 1, 1])
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def model_of(case: Case, tmp_path: Path, dtype: str = "float32") -> dict[str, Any]:
     folder = tmp_path / "model"
     if not folder.exists():
-        save_model(tiny_model(case.architecture, **{"num_hidden_layers": 2, **case.shape}), tiny_tokenizer(), folder)
+        found = (
+            tiny_hybrid(case.architecture)
+            if case.hybrid
+            else tiny_model(case.architecture, **{"num_hidden_layers": 2, **case.shape})
+        )
+        save_model(found, tiny_tokenizer(), folder)
     return {"path": str(folder), "dtype": dtype, **case.model}
 
 
