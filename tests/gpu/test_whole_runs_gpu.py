@@ -20,6 +20,7 @@ from emulated_cuda.memory import DeviceMemory
 from safetensors.torch import load_file
 from tiny import tiny_hybrid, tiny_model, tiny_tokenizer
 
+import trimtab
 from tests import running
 from tests.running import Trained, letters
 from trimtab.model import kernel_choice, policy
@@ -27,6 +28,7 @@ from trimtab.model.load import save_model
 from trimtab.rollout.native import engine
 from trimtab.rollout.native.cuda import CudaDecoder
 from trimtab.rollout.native.kernels import attention
+from trimtab.run import calibrate
 from trimtab.update.optimizer import MasterAdamW
 from trimtab.update.updater import Updater
 
@@ -275,3 +277,43 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     second = load_file(again.folder / "final/model.safetensors")
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert whole.metrics[-1]["policy/loss"] == again.metrics[-1]["policy/loss"]
+
+
+def few_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured at the start of a run, with little."""
+    monkeypatch.setattr(calibrate, "SMALL_PROBE_TOKENS", 24)
+    monkeypatch.setattr(calibrate, "MIN_LEARNED_TOKENS", 8)
+    monkeypatch.setattr(calibrate, "LAUNCHES_TIMED", 1)
+
+
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+def test_a_run_with_nothing_but_defaults(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is chosen and measured, as most users have it."""
+    few_probes(monkeypatch)
+    steps = {"steps": 1} if dtype == "bfloat16" else {}
+    given = {"data": ROWS[:6], "reward": letters, "learn": {**USUAL["learn"], **steps}}
+    found = running.train(model_of(Case(), tmp_path, dtype), tmp_path / "cuda", given)
+    chosen = json.loads((found.folder / "plan.json").read_text())
+    assert chosen["device"] != "cpu"
+    assert found.metrics[-1]["rollout/graph_share"] == 1.0
+    if dtype == "float32":
+        host = running.train(model_of(Case(), tmp_path, dtype), tmp_path / "cpu", {**given, "run": {"device": "cpu"}})
+        assert apart(Case(), tmp_path, host, found) < APART
+
+
+@pytest.mark.slow
+def test_a_limit_of_memory_holds_for_torch_and_the_arenas(device: DeviceMemory | None, tmp_path: Path) -> None:
+    if device is None:
+        pytest.skip("tests/gpu/test_memory_gpu.py does that on a device")
+    device.reset_peaks()
+    found = run_on("cuda", Case(changes={"run": {"memory": "2GiB"}}), tmp_path)
+    assert device.peak_reserved <= 2 * 2**30
+    assert found.metrics[-1]["step"] == 2 and device.fraction == 1.0
+
+
+@pytest.mark.slow
+def test_a_model_is_evaluated(tmp_path: Path) -> None:
+    given = {"data": ROWS[:4], "reward": letters, "learn": {"max_new_tokens": 4}}
+    model = model_of(Case(), tmp_path)
+    scores = [trimtab.evaluate(model=model, run={"device": name}, **given) for name in ("cpu", "cuda")]
+    assert scores[0] == scores[1]
