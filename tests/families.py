@@ -15,7 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from tiny import ARCHITECTURES, BASE, RELATIVES
+from tiny import ARCHITECTURES, BASE, HYBRIDS, MIXTURE_HYBRIDS, RELATIVES
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from trimtab.base.errors import ModelError, first_line
@@ -35,6 +35,8 @@ LATENT = {name: value for name, value in EXPERTS.items() if name != "head_dim"} 
     "first_k_dense_replace": 1, "num_key_value_heads": 4,
 }  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {
+    **MIXTURE_HYBRIDS,
+    **HYBRIDS,
     "gemma4_text": {
         "head_dim": 8, "global_head_dim": 16, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": BASE["vocab_size"],
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 5,

@@ -122,7 +122,7 @@ def step(
 
         def capture(lr: float):
             for name, parameter in session.trainer.updater.policy.model.named_parameters():
-                if name not in gradients:
+                if parameter.requires_grad and name not in gradients:
                     gradients[name] = parameter.grad.clone().cpu()
             return apply(lr)
 

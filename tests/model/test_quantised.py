@@ -154,7 +154,7 @@ def group(**weights: Any) -> dict[str, Any]:
     ("quantisation", "told"),
     [
         ({"quant_method": "awq", "bits": 4}, r"\(awq\).*unquantised checkpoint.*GGUF.*MXFP4 \(gpt-oss\)"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, r"\(bitsandbytes\)"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, r"\(bitsandbytes\)"),
         ({"bits": 4}, r"\(of an unnamed kind\)"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "no pair of numbers"),
         (

@@ -318,3 +318,15 @@ def test_uneven_rows_are_exchanged_by_heads() -> None:
     sizes = (AttentionSize(28, 8, 8, 16, 16),)
     lengths: list[int] = [1] * 30000 + [30000]
     assert cheaper_way(sizes, 2, lengths, [None] * len(lengths)) == "heads"
+
+
+def test_sizes_of_a_part_are_those_of_its_own_tokens() -> None:
+    """What is learned is divided among ranks, and so is nearly what is computed; each knows how long the whole row is."""
+    batch = MicroBatch.build(samples_of([6, 9, 4, 7]), torch.device("cpu"))
+    sizes = (AttentionSize(1, 4, 2, 8, 8),)
+    found = on_ranks(2, sizes, lambda group: batch.sizes_on(group))
+    assert sum(tokens for tokens, *_ in found) == len(batch.tokens_T)
+    assert sum(learned for _, learned, *_ in found) == len(batch.targets_R)
+    assert sum(pairs for *_, pairs, _ in found) <= batch.plan.pairs and all(
+        row == len(batch.tokens_T) for *_, row in found
+    )

@@ -23,7 +23,7 @@ from trimtab.config.ranks import cut_engine, ranks
 from trimtab.config.resolved import FILTERS, STOPS
 from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.row_ranks import longest_here
-from trimtab.config.run_clashes import kernels, offload, prefetch
+from trimtab.config.run_clashes import base, kernels, offload, prefetch
 from trimtab.config.schema import Config
 from trimtab.config.sft import SftConfig, SftData
 from trimtab.config.sizes import too_large
@@ -47,7 +47,7 @@ def clashes(config: Config | Offline) -> list[Contradiction]:
     if isinstance(config, Config):
         learn = resolve(config.learn)
         return [clash for check in CHECKS for clash in check(config, learn)]
-    shared = (offload, kernels, prefetch, ranks, placement, _data, _texts, _observe)
+    shared = (offload, base, kernels, prefetch, ranks, placement, _data, _texts, _observe)
     return [clash for check in shared for clash in check(config, None)] + [*too_large(config), *_supervised(config)]
 
 
@@ -457,6 +457,7 @@ CHECKS: tuple[Callable[[Config, Learn], Iterator[Contradiction]], ...] = (
     _critic,
     _updates,
     offload,
+    base,
     kernels,
     prefetch,
     ranks,

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 
 from trimtab.model.activation_offload import ActivationOffload
@@ -128,7 +127,7 @@ class LayerCall:
 
     def repeat(self, kept: _Kept) -> None:
         """Recompute what was not kept."""
-        dtype = self.layer.output.weight.dtype
+        dtype = self.layer.output.dtype
         if kept.x is None:
             kept.x = kernels.norm(kept.residual, self.before, dtype)
         if kept.middle is None:
@@ -364,7 +363,7 @@ class _Layer(torch.autograd.Function):
 
 def _apply(x_TI: torch.Tensor, linears: Linears) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The product, and the low-rank images of x under the adapters."""
-    out = torch.mm(x_TI, linears.weight.t()) if linears.bias is None else F.linear(x_TI, linears.weight, linears.bias)
+    out = linears.product(x_TI)
     lows = []
     for adapter in linears.adapters:
         low = x_TI @ adapter.a.weight.to(x_TI.dtype).t()
@@ -375,7 +374,7 @@ def _apply(x_TI: torch.Tensor, linears: Linears) -> tuple[torch.Tensor, list[tor
 
 def _input_grad(dout_TO: torch.Tensor, linears: Linears) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Gradients of x and of its low-rank images."""
-    dx, dlows = dout_TO @ linears.weight, []
+    dx, dlows = linears.input_gradient(dout_TO), []
     for adapter in linears.adapters:
         part = dout_TO[:, adapter.start : adapter.end]
         dlow = (part @ adapter.b.weight.to(part.dtype)).mul_(adapter.scale)

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from trimtab.model.codes import QuantisedLinear
 from trimtab.model.experts import expert_modules
 from trimtab.model.norms import CENTRED, OFFSET, ROUNDED, WIDE, HeadNorm, Norm, Rotary
 from trimtab.model.policy import Policy
@@ -47,6 +48,7 @@ NORM_NAMES = (
     ("input_layernorm", "", "pre_feedforward_layernorm", ""),  # vaultgemma
 )
 """What decoder layers call their norms, by place."""
+SERVED_LINEARS = (nn.Linear, QuantisedLinear)
 _norm_kinds: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """Of norms that were tried. They are read again, without a kernel, when their weights have been put elsewhere."""
 
@@ -88,6 +90,64 @@ class Linears:
         """The weights of all, stacked."""
         assert self._weight is not None
         return self._weight
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the products compute in."""
+        return self.weights[0].dtype
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return sum(weight.shape[0] for weight in self.weights), self.weights[0].shape[1]
+
+    def product(self, x_TI: torch.Tensor, out_TO: torch.Tensor | None = None) -> torch.Tensor:
+        """x W^T + b, adapters left out."""
+        if self.bias is None:
+            return torch.mm(x_TI, self.weight.t(), out=out_TO)
+        return torch.addmm(self.bias, x_TI, self.weight.t(), out=out_TO)
+
+    def input_gradient(self, dout_TO: torch.Tensor) -> torch.Tensor:
+        """The gradient of x, adapters left out."""
+        return dout_TO @ self.weight
+
+
+class QuantisedLinears(Linears):
+    """The same with weights in codes, each by itself: they are frozen, and no product of theirs is larger than its matrix."""
+
+    def __init__(
+        self,
+        store: WeightStore,
+        linears: Sequence[QuantisedLinear],
+        biases: Sequence[torch.Tensor] | None,
+        adapters: list[Adapter],
+    ) -> None:
+        self.linears = linears
+        super().__init__(store, [], biases, adapters)
+
+    def _join(self, store: WeightStore) -> torch.Tensor | None:
+        return None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.linears[0].computes_in
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return sum(linear.out_features for linear in self.linears), self.linears[0].in_features
+
+    def product(self, x_TI: torch.Tensor, out_TO: torch.Tensor | None = None) -> torch.Tensor:
+        out = x_TI.new_empty((x_TI.shape[0], self.size[0])) if out_TO is None else out_TO
+        for linear, part in zip(self.linears, out.split([linear.out_features for linear in self.linears], 1)):
+            linear.product(x_TI, part)
+        return out if self.bias is None else out.add_(self.bias)
+
+    def input_gradient(self, dout_TO: torch.Tensor) -> torch.Tensor:
+        parts = dout_TO.split([linear.out_features for linear in self.linears], 1)
+        dx, *others = (linear.input_gradient(part) for linear, part in zip(self.linears, parts))
+        for other in others:
+            dx += other
+        return dx
 
 
 class GatheredLinears(Linears):
@@ -217,7 +277,7 @@ def read_layer(
     norms = {place: read_norm(getattr(layer, name)) for place, name in places.items()}
     if any(place.startswith("after") and norm.kind == CENTRED for place, norm in norms.items()):
         raise Unfusable("what is added to the residual is centred")
-    joined = partial(_joined, partial(linears, store))
+    joined = partial(_joined, store, linears)
     mixture = mlp if expert_modules(mlp) else None
     return LayerParts(
         kind,
@@ -278,7 +338,7 @@ def _child(module: nn.Module, name: str) -> nn.Module:
     return child
 
 
-def _joined(make: Callable[..., Linears], owner: nn.Module, *choices: list[str]) -> Linears:
+def _joined(store: WeightStore, make: Callable[..., Linears], owner: nn.Module, *choices: list[str]) -> Linears:
     """The product of the first choice of linear layers that the owner has, their weights in one storage."""
     for names in choices:
         modules = [getattr(owner, name, None) for name in names]
@@ -294,16 +354,19 @@ def _joined(make: Callable[..., Linears], owner: nn.Module, *choices: list[str])
             end = start + linear.out_features
             adapters += [Adapter(a, b, scale, start, end) for a, b, scale in added]
             start = end
-        return make([l.weight for l in linears], None if biases[0] is None else biases, adapters)
+        codes = [linear for linear in linears if isinstance(linear, QuantisedLinear)]
+        if len(codes) == len(linears):
+            return QuantisedLinears(store, codes, None if biases[0] is None else biases, adapters)
+        return make(store, [l.weight for l in linears], None if biases[0] is None else biases, adapters)
     raise Unfusable(f"{type(owner).__name__} has no linear layers {' or '.join(', '.join(c) for c in choices)}")
 
 
 def _linear(module: nn.Module) -> tuple[nn.Linear, list[tuple[nn.Linear, nn.Linear, float]]]:
     """A linear layer and what PEFT's LoRA adds to it: (A, B, scale) of each active adapter."""
-    if type(module) is nn.Linear:
-        return module, []
+    if type(module) in SERVED_LINEARS:
+        return module, []  # type: ignore[return-value]
     base: Any = getattr(module, "base_layer", None)
-    if type(base) is not nn.Linear or not hasattr(module, "lora_A"):
+    if type(base) not in SERVED_LINEARS or not hasattr(module, "lora_A"):
         raise Unfusable(f"{type(module).__name__} is not a linear layer that Trimtab supports")
     layer: Any = module
     if layer.merged or any(layer.use_dora.get(name, False) for name in layer.active_adapters):

@@ -29,6 +29,10 @@ READ_THREADS = 4
 MERGE_CHUNK_ELEMENTS = 2**23
 """Most elements of a weight that are in float32 at a time while adapters are merged into a copy of it (rollout/native/fused.py).
 Without this limit, one layer of a large model would take half a GiB."""
+MAX_QUANTISED_ELEMENTS = 2**22
+"""Elements that are put into codes at a time: what is made on the way takes several times their memory."""
+FP8_BLOCK, FOUR_BIT_BLOCK = 128, 64
+"""Rows and columns that share a scale in 8 bits, and elements that share one in 4 (model/codes.py)."""
 
 
 def prompt_slots(rows: int) -> int:

@@ -101,7 +101,13 @@ def _with_shared_rows(run: Run, job: Job, machine: Machine, profile: str, device
 
 def _may_cut(run: Run, job: Job, machine: Machine) -> bool:
     """An engine could cut its copy over devices: the native one, which cuts no experts, or another where there is one."""
-    if not job.generates or machine.cpu or run.rollout.tensor_parallel != "auto":
+    if (
+        not job.generates
+        or machine.cpu
+        or job.quantised
+        or job.kv_stored != "auto"
+        or run.rollout.tensor_parallel != "auto"
+    ):
         return False
     native = not job.shape.has_experts
     return (run.engine == "native" and native) or (run.engine == "auto" and (native or vllm_cuts(machine)))

@@ -147,7 +147,7 @@ def _modes(run: Run, job: Job, machine: Machine) -> tuple[Shard, ...]:
         return ("none",) if job.generates else tuple(mode for mode in modes if mode in ("none", "full"))
     if job.rank:  # adapters are whole everywhere: nothing but frozen weights is worth cutting
         modes = tuple(mode for mode in modes if mode in ("none", "full"))
-    if unblocked_row(job) is not None:
+    if unblocked_row(job) is not None or job.quantised:
         modes = tuple(mode for mode in modes if mode != "full")
     if run.shard_devices not in ("auto", 1):
         modes = tuple(mode for mode in modes if mode != "none") or ("none",)

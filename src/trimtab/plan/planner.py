@@ -206,7 +206,7 @@ def _with_own_modules(run: Run, too_large: Plan, profile: str) -> Plan:
 def _with_engine(run: Run, job: Job, machine: Machine, profile: str, place: Placement) -> Plan:
     """The native engine, unless the model is cut over several devices, or another engine that is installed makes the run clearly
     faster, start-up included."""
-    others = () if machine.cpu else machine.engines
+    others = () if machine.cpu or job.quantised or job.kv_stored != "auto" else machine.engines
     over_devices = ENGINE_OVER_DEVICES if vllm_cuts(machine) else "native"
     names = ("native", *others) if place.tensor == 1 else (over_devices,)
     cut = {} if place.tensor == 1 else {"rollout.tensor_parallel": place.tensor}
@@ -302,7 +302,8 @@ def _savings(run: Run, job: Job, machine: Machine) -> Iterator[tuple[Recompute, 
 
 
 CHOICE_ORDER = (
-    "devices", "shard", "shard_devices", "sequence_parallel", "prefetch", "overlap", "placement", "rollout.tensor_parallel",
+    "devices", "shard", "shard_devices", "sequence_parallel", "tensor_parallel", "prefetch", "overlap", "placement",
+    "rollout.tensor_parallel",
     *(f"rollout.{key}" for key in ("page_tokens", "lend_memory", "max_sequences", "prefill_tokens", "processes", "kv_memory")),
     "kernels", "threads", "reward_workers", "token_budget", "score_token_budget", "logprob_chunk", "checkpoint_activations",
     *(f"offload.{key}" for key in ("optimizer", "reference", "activations")),

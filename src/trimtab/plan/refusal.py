@@ -81,7 +81,7 @@ def refuse_small_kv(run: Run, job: Job, machine: Machine) -> None:
 def refuse_what_engines_cannot(run: Run, job: Job, machine: Machine) -> None:
     """What another library's engine would fail at after it was started."""
     if job.generates and run.cut > 1:
-        _refuse_cut_of_experts(run, job.shape)
+        _refuse_cut(run, job)
         refuse_uneven_cut(run, job.shape)
     if not (job.generates and run.external):
         return
@@ -102,10 +102,16 @@ def refuse_what_engines_cannot(run: Run, job: Job, machine: Machine) -> None:
         )
 
 
-def _refuse_cut_of_experts(run: Run, shape: ModelShape) -> None:
-    if shape.has_experts and not run.external:
+def _refuse_cut(run: Run, job: Job) -> None:
+    """What the native engine does not cut over devices."""
+    if run.external:
+        return
+    if job.shape.has_experts:
         what = f"is {run.cut}, but the native engine does not cut experts over devices"
         raise ConfigError([Problem("run.rollout.tensor_parallel", what, "Write 1, or run.engine: vllm.")])
+    if job.quantised:
+        what = f"is {run.cut}, but the native engine does not cut weights in {job.base} codes over devices"
+        raise ConfigError([Problem("run.rollout.tensor_parallel", what, "Write 1, or model.base: bf16.")])
 
 
 def refuse_uneven_cut(run: Run, shape: ModelShape) -> None:

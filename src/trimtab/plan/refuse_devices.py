@@ -40,7 +40,8 @@ def refuse_devices(run: Run, job: Job, machine: Machine) -> None:
         what = f"layers of {job.shape.kind} carry a state from token to token, which devices that share a sequence cannot hand on"
         raise ConfigError([Problem("run.sequence_parallel", what, "Write 1, or leave it out.")])
     refuse_engine_across_hosts(run, machine)
-    _refuse_cut_over_missing(run, job, most)
+    if job.generates:
+        refuse_cut_over_missing(run, most)
     row = unblocked_row(job) if run.shard == "full" else None
     if row is not None:
         name, size = row
@@ -54,9 +55,9 @@ def refuse_devices(run: Run, job: Job, machine: Machine) -> None:
         raise ConfigError([Problem("run.shard", what, f"Write {', '.join(SHARDS_BUILT[:-1])} or {SHARDS_BUILT[-1]}.")])
 
 
-def _refuse_cut_over_missing(run: Run, job: Job, most: int) -> None:
+def refuse_cut_over_missing(run: Run, most: int) -> None:
     """Raises where a native engine is cut over more devices than there are: each has a rank."""
-    if job.generates and not run.external and run.cut > most:
+    if not run.external and run.cut > most:
         have = "1 device" if most == 1 else f"{most} devices"
         what = f"is {run.cut}, but the run has {have}, and a native engine is cut over ranks"
         fix = f"Write run.devices: {run.cut}, or tensor_parallel: {most}."

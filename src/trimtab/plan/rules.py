@@ -78,7 +78,7 @@ def page_tokens(run: Run, job: Job, machine: Machine) -> tuple[int, str]:
         return (128 if machine.cpu else 16), "the engine's usual page size"
     if not machine.cpu:
         return 64, "one tile of the decode kernel"
-    whole = job.in_flight * job.typical_sequence * job.shape.kv_elements * job.itemsize
+    whole = job.in_flight * job.typical_sequence * job.kv_token_bytes
     roomy = run.rollout.kv_memory == "auto" and job.longest_sequence == job.typical_sequence
     if roomy and 2 * whole <= machine.host_memory // 2:
         return job.typical_sequence, "one page per sequence: decoding reads it in place"

@@ -165,6 +165,7 @@ def smallest(run: Run, case: Case, way: Way) -> Sizes:
         "sequence_parallel": "each device holds whole sequences"
         if case.place.rows.most == 1
         else "long sequences fit only in parts, or are faster so",
+        "tensor_parallel": "layers are not cut where they are trained",
         "overlap": why_overlap(case.place, job),
         "placement": "there is one device" if case.place.devices == 1 else COLOCATED,
         "reward_workers": "one per core, at most 8",

@@ -26,6 +26,7 @@ from trimtab.rollout.external.kinds import KINDS
 from trimtab.rollout.external.lent import LentDevice
 from trimtab.rollout.native.cut import CutEngine
 from trimtab.rollout.native.engine import NativeEngine
+from trimtab.rollout.native.kv_codes import Stored
 from trimtab.rollout.native.replica import ReplicaEngine
 from trimtab.rollout.native.together import Together
 from trimtab.rollout.seat import ONLY_SEAT, EngineSeat
@@ -59,14 +60,15 @@ def open_engine(
     if not seat.owner and plan.run.external:
         return plan, LentDevice(policy, longest)
     try:
-        return plan, make_engine(plan.run, policy, tokenizer, longest, recoveries, logs, seat)
+        kv_dtype = config.model.kv_dtype
+        return plan, make_engine(plan.run, policy, tokenizer, longest, recoveries, logs, seat, kv_dtype)
     except EngineError as error:
         if seat.ranks > 1 or not gives_way(config.run, plan):
             raise
         choice = native_instead(plan, error)
     plan = planned(config.run.with_values({"engine": "native"}), plan.job, plan.machine)
     plan = replace(plan, choices=(*plan.choices, choice))
-    return plan, make_engine(plan.run, policy, tokenizer, longest, recoveries)
+    return plan, make_engine(plan.run, policy, tokenizer, longest, recoveries, kv_dtype=config.model.kv_dtype)
 
 
 def gives_way(asked: Run, plan: Plan) -> bool:
@@ -87,6 +89,7 @@ def make_engine(
     recoveries: Recoveries,
     logs: Path | None = None,
     seat: EngineSeat = ONLY_SEAT,
+    kv_dtype: Stored = "auto",
 ) -> Engine:
     """The rollout engine of a plan, for sequences of up to this many tokens. `seat`: the rank's, where there are several."""
     rollout = run.rollout
@@ -102,6 +105,8 @@ def make_engine(
         "lend_memory": rollout.lend_memory,
         "on_recovery": recoveries.of_engine,
     }
+    if run.engine == "native":
+        settings["kv_dtype"] = kv_dtype
     if run.engine == "native" and rollout.tensor_parallel > 1:
         assert seat.meeting is not None
         parts, store = rollout.tensor_parallel, seat.open_store()

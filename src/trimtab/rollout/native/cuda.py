@@ -44,6 +44,7 @@ from trimtab.rollout.native.kernels.attention import (
     samples_per_item,
 )  # fmt: skip
 from trimtab.rollout.native.kernels.sampling import Draw
+from trimtab.rollout.native.kv_codes import Stored, stored_bytes
 from trimtab.rollout.native.rows import Rows
 from trimtab.rollout.native.scheduler import Sequence
 from trimtab.rollout.native.together import Together
@@ -85,8 +86,8 @@ class _ModulesPlan:
     ) -> torch.Tensor:
         shape = DecodeShape(q_THD.shape[1], k_TKD.shape[1], k_TKD.shape[2], v_TKD.shape[2])
         out = q_THD.new_empty((q_THD.shape[0], shape.heads, shape.value_size))
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        decode_attention(self.batch, shape, rules, self.partials, q_THD, k_TKD, v_TKD, keys, values, out)
+        keys, values, powers = self.cache.keys[layer], self.cache.values[layer], self.cache.powers(layer)
+        decode_attention(self.batch, shape, rules, self.partials, q_THD, k_TKD, v_TKD, keys, values, out, powers=powers)
         return out
 
     def recur(self, mixer: Mixer, x_TE: torch.Tensor) -> torch.Tensor:
@@ -108,17 +109,17 @@ class CudaDecoder:
 
     def __init__(
         self, policy: Policy, shapes: dict[int, LayerShape], pages: int, page_tokens: int, max_sequences: int,
-        carried: Carried | None = None, together: Together | None = None,
+        carried: Carried | None = None, together: Together | None = None, stored: Stored = "auto",
     ) -> None:  # fmt: skip
-        """`together`: the ranks of an engine that is cut over devices."""
-        self.policy, self._together = policy, together
+        """`together`: the ranks of an engine that is cut over devices. `stored`: how keys and values are."""
+        self.policy, self._together, self._stored = policy, together, stored
         self._words = policy.head.words
         self.pages, self.page_tokens, self.batch = pages, page_tokens, max_sequences
         self.buckets = buckets(max_sequences)
         self.replays = 0
         self._shapes, self._carried = shapes, carried
         self._decode_shapes = [DecodeShape.of(s) for s in shapes.values()]
-        self._layer_bytes = max(s.bytes_per_token(policy.dtype.itemsize) for s in shapes.values())
+        self._layer_bytes = max(stored_bytes(s, policy.dtype, stored) for s in shapes.values())
         self._body, self.description = self._fuse()
         self.arena = Arena(self._measure(), policy.device)
         self._layout = self._lay_out(self.arena.tensor)
@@ -271,7 +272,9 @@ class CudaDecoder:
         return total
 
     def _lay_out(self, empty: Empty) -> _Layout:
-        cache = KVCache(self._shapes, self.pages, self.page_tokens, self.policy.dtype, empty, self._carried)
+        cache = KVCache(
+            self._shapes, self.pages, self.page_tokens, self.policy.dtype, empty, self._carried, self._stored
+        )
         space = None if self._body is None else self._body.workspace(self.batch, empty)
         partials = space.partials if space is not None else Partials(self.batch, self._decode_shapes, empty)
         return _Layout(cache, space, partials, empty((self.batch, self._words), torch.float32))

@@ -35,6 +35,7 @@ from trimtab.rollout.native.cache import Carried, PrefillPlan, PrefillSegment
 from trimtab.rollout.native.decoder import Decoder
 from trimtab.rollout.native.eager import EagerDecoder
 from trimtab.rollout.native.handing_back import hand_back, load_of
+from trimtab.rollout.native.kv_codes import Stored, stored_bytes
 from trimtab.rollout.native.pages import PagePool
 from trimtab.rollout.native.round_clock import RoundClock
 from trimtab.rollout.native.rounds import Ended, Round
@@ -64,6 +65,7 @@ class NativeEngine:
         prefill_tokens: int,
         prefix_cache: bool = True,
         lend_memory: bool = False,
+        kv_dtype: Stored = "auto",
         on_recovery: Callable[[str], None] = lambda line: None,
         kv_parts: int = 1,
         joined: Together | None = None,
@@ -81,9 +83,9 @@ class NativeEngine:
         self._made_with = (max_sequences, prefill_tokens, kv_bytes)
         self._joined = joined
         self._shapes = shapes = layer_shapes(policy)
-        token_bytes = sum(s.bytes_per_token(policy.dtype.itemsize) for s in shapes.values())
+        token_bytes = sum(stored_bytes(s, policy.dtype, kv_dtype) for s in shapes.values())
         self.page_bytes = kv_parts * page_tokens * token_bytes
-        self._states = state_shapes(policy)
+        self._states, self._kv_dtype = state_shapes(policy), kv_dtype
         self._prefix_cache = prefix_cache and not self._states  # pages alone do not say what layers carried there
         self.pool = PagePool(kv_bytes // self.page_bytes, page_tokens, self._prefix_cache)
         self._rows: Rows | None = None
@@ -113,16 +115,18 @@ class NativeEngine:
         policy = self.policy
         carried = Carried(self._states, self.max_sequences) if self._states else None
         if policy.device.type != "cuda":
-            return EagerDecoder(policy, shapes, self.pool, carried)
+            return EagerDecoder(policy, shapes, self.pool, carried, self._kv_dtype)
         if policy.dtype == torch.float64 or importlib.util.find_spec("triton") is None:
-            decoder = EagerDecoder(policy, shapes, self.pool, carried)
+            decoder = EagerDecoder(policy, shapes, self.pool, carried, self._kv_dtype)
             lacking = "float64 has no kernels" if policy.dtype == torch.float64 else "Triton is not installed"
             decoder.description += f": {lacking}"
             return decoder
         from trimtab.rollout.native.cuda import CudaDecoder
 
         pages, page_tokens = self.pool.total, self.pool.page_tokens
-        return CudaDecoder(policy, shapes, pages, page_tokens, self.max_sequences, carried, self._joined)
+        return CudaDecoder(
+            policy, shapes, pages, page_tokens, self.max_sequences, carried, self._joined, self._kv_dtype
+        )
 
     def publish(self, version: int) -> None:
         """The weights are the trainer's own, so none moves; what was computed with the old ones is forgotten."""

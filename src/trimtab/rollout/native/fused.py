@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from trimtab.model.kernels.shared import gated, whole_norms
 from trimtab.model.kernels.train import rope
 from trimtab.model.norms import Norm, Rotary
-from trimtab.model.parts import LayerParts, Linears, read_parts, rotary_tables, run_mixture
+from trimtab.model.parts import LayerParts, Linears, QuantisedLinears, read_parts, rotary_tables, run_mixture
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import LayerShape
 from trimtab.model.sizes import MERGE_CHUNK_ELEMENTS
@@ -39,7 +39,8 @@ class Product:
     """
 
     def __init__(self, linears: Linears) -> None:
-        self.weight, self.bias, self.adapters = linears.weight, linears.bias, linears.adapters
+        self.linears, self.bias, self.adapters = linears, linears.bias, linears.adapters
+        self.outputs, self.inputs = linears.size
         self._merged: torch.Tensor | None = None
         self._downs: torch.Tensor | None = None
         self._ups: list[torch.Tensor] = []
@@ -50,19 +51,31 @@ class Product:
         return self._downs is not None
 
     @property
-    def outputs(self) -> int:
-        return self.weight.shape[0]
+    def quantised(self) -> bool:
+        """The weights are in codes: adapters are applied beside them, and no copy of them is made."""
+        return isinstance(self.linears, QuantisedLinears)
 
     @property
-    def inputs(self) -> int:
-        return self.weight.shape[1]
+    def weight(self) -> torch.Tensor:
+        return self.linears.weight
+
+    @property
+    def streams(self) -> bool:
+        """A product of few rows has its own kernel."""
+        return not self.beside and not self.quantised and serves(self.weight)
+
+    @property
+    def mergeable_bytes(self) -> int:
+        """Bytes of a copy that adapters are merged into."""
+        return piece_bytes(self.weight.shape, self.weight.dtype) if self.adapters and not self.quantised else 0
 
     def __call__(self, x_BI: torch.Tensor, out_BO: torch.Tensor | None = None) -> torch.Tensor:
-        weight = self.weight if self._merged is None else self._merged
-        if self.bias is None:
-            out_BO = torch.mm(x_BI, weight.t(), out=out_BO)
+        if self._merged is None:
+            out_BO = self.linears.product(x_BI, out_BO)
+        elif self.bias is None:
+            out_BO = torch.mm(x_BI, self._merged.t(), out=out_BO)
         else:
-            out_BO = torch.addmm(self.bias, x_BI, weight.t(), out=out_BO)
+            out_BO = torch.addmm(self.bias, x_BI, self._merged.t(), out=out_BO)
         if self._downs is not None:
             low = torch.mm(x_BI, self._downs.t()).split([a.a.out_features for a in self.adapters], 1)
             for adapter, part, up in zip(self.adapters, low, self._ups):
@@ -80,11 +93,12 @@ class Product:
 
     def cut(self, rows: int, gated: bool = False, whole: bool = False) -> Cut:
         outputs = self.outputs // 2 if gated else self.outputs
-        return cut_for(rows, outputs, self.inputs, self.weight.element_size(), gated, whole)
+        return cut_for(rows, outputs, self.inputs, self.linears.dtype.itemsize, gated, whole)
 
     def make_room(self, empty: Empty | None) -> None:
         """Make room for a copy that adapters are merged into, or give it up (None). `refresh` fills it."""
-        self._merged = empty(tuple(self.weight.shape), self.weight.dtype) if empty and self.adapters else None
+        merges = empty is not None and self.mergeable_bytes > 0
+        self._merged = empty(tuple(self.weight.shape), self.weight.dtype) if empty is not None and merges else None
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -105,8 +119,9 @@ class Product:
                             part += up @ a.a.weight.float()
                     self._merged[first:last] = part
         else:
-            downs = torch.cat([a.a.weight for a in self.adapters]).to(self.weight.dtype)
-            ups = [(a.b.weight.float() * a.scale).to(self.weight.dtype) for a in self.adapters]
+            dtype = self.linears.dtype
+            downs = torch.cat([a.a.weight for a in self.adapters]).to(dtype)
+            ups = [(a.b.weight.float() * a.scale).to(dtype) for a in self.adapters]
             if self._downs is None:
                 self._downs, self._ups = downs, ups
             else:
@@ -139,7 +154,7 @@ class FusedLayer:
     def few_rows(self) -> int:
         """Most rows that its products have their own kernel for: 0 with adapters beside them, or weights at odd addresses."""
         widest = self.output.inputs if self.dense is None else self.dense.down.inputs
-        return most_rows(widest) if all(not p.beside and serves(p.weight) for p in self.products) else 0
+        return most_rows(widest) if all(p.streams for p in self.products) else 0
 
     @property
     def products(self) -> list[Product]:
@@ -198,7 +213,7 @@ class FusedBody:
     @property
     def adapted_bytes(self) -> int:
         """Bytes of the weights that adapters add to: what a merged copy takes."""
-        return sum(piece_bytes(p.weight.shape, p.weight.dtype) for p in self.products if p.adapters)
+        return sum(p.mergeable_bytes for p in self.products)
 
     def make_room(self, empty: Empty | None) -> None:
         for product in self.products:
@@ -293,7 +308,7 @@ class FusedBody:
         decode_attention(
             batch, shape, layer.parts.shape.rules, space.partials, q_BHD, k_BKD, v_BKD, cache.keys[index], cache.values[index],
             out.view(b, shape.heads, shape.value_size), self.rotaries[layer.parts.kind],
-            layer.parts.each_head_norm,
+            layer.parts.each_head_norm, cache.powers(index),
         )  # fmt: skip
 
 
