@@ -25,6 +25,7 @@ from tests import running
 from tests.running import Trained, letters
 from trimtab.model import kernel_choice, policy
 from trimtab.model.load import save_model
+from trimtab.observe import stall_watch
 from trimtab.rollout.native import engine
 from trimtab.rollout.native.cuda import CudaDecoder
 from trimtab.rollout.native.kernels import attention
@@ -127,6 +128,16 @@ FULL = {
 }
 
 
+HALF = {
+    "llama": Case(),
+    "adapters": Case(model=LORA),
+    "experts": Case("qwen3_moe", changes={"learn": {"max_new_tokens": 8}}),
+    "sinks and experts": Case("gpt_oss"),
+    "soft caps": Case("gemma2"),
+    "convolutions": Case("lfm2", hybrid=True),
+}
+
+
 @pytest.fixture(autouse=True, scope="module")
 def device() -> Iterator[DeviceMemory | None]:
     with ExitStack() as stack:
@@ -141,6 +152,7 @@ def _cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every program costs the interpreter time."""
     if not REAL:
         monkeypatch.setattr(attention, "MAX_SPLITS", 1)
+        monkeypatch.setitem(stall_watch.MIN_STALL_S, "cuda", 600.0)
     monkeypatch.setattr(policy, "PROBE_LENGTHS", [3, 2])
     monkeypatch.setattr(policy, "PROBE_CUT", [2, 1, 1, 1])
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -255,14 +267,12 @@ def test_a_run_that_ran_out_of_memory_is_the_run_that_did_not(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [False, True])
-def test_half_precision_runs(lora: bool, tmp_path: Path) -> None:
-    """Bit by bit nothing can be compared; tokens are drawn from nearly the same distribution, and training moves."""
-    case = Case(model=LORA if lora else {})
+@pytest.mark.parametrize("name", HALF)
+def test_half_precision_runs(name: str, tmp_path: Path) -> None:
+    """Bit by bit nothing can be compared; what is sampled has nearly the log-probs that the trainer computes, and training moves."""
+    case = HALF[name]
     found = run_on("cuda", case, tmp_path, "bfloat16")
-    last = found.metrics[-1]
-    assert last["rollout/graph_share"] == 1.0
-    assert last["rollout/logprob_gap"] < 0.1
+    assert found.metrics[-1]["rollout/logprob_gap"] < 0.1
     assert apart(case, tmp_path, found, run_on("cpu", case, tmp_path, "bfloat16")) < 1.5
 
 
