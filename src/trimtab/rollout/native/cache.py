@@ -40,11 +40,19 @@ class KVCache:
         self.states = StateCache(carried.shapes, carried.rows, empty) if carried is not None else None
         self.page_tokens = page_tokens
         self.keys = {layer: empty((pages, page_tokens, *shape.key), dtype) for layer, shape in shapes.items()}
-        self.values = {layer: empty((pages, page_tokens, *shape.value), dtype) for layer, shape in shapes.items()}
+        self.latents = {layer for layer, shape in shapes.items() if shape.value_in_key}
+        """Layers whose values are the first part of their keys."""
+        self.values = {
+            layer: self.keys[layer][..., : shape.value[1]]
+            if layer in self.latents
+            else empty((pages, page_tokens, *shape.value), dtype)
+            for layer, shape in shapes.items()
+        }
 
     def write(self, layer: int, slots_T: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> None:
         self.keys[layer].flatten(0, 1).index_copy_(0, slots_T, k_TKD)
-        self.values[layer].flatten(0, 1).index_copy_(0, slots_T, v_TKD)
+        if layer not in self.latents:
+            self.values[layer].flatten(0, 1).index_copy_(0, slots_T, v_TKD)
 
     def read(self, layer: int, pages_BP: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[B, K, S, D] keys and values of each row's pages, S = P * page_tokens."""
@@ -101,6 +109,7 @@ class DecodePlan:
 
     def __post_init__(self) -> None:
         self._masks: dict[int | None, torch.Tensor] = {}
+        self.latents = bool(self.cache.latents)
 
     def _allowed(self, window: int | None) -> torch.Tensor:
         """The mask, made once a forward pass: it is the same for all layers with the same window."""
@@ -143,7 +152,7 @@ class PrefillPlan:
     """Several segments in one row; each sees the cached beginning of its own sequence and itself."""
 
     def __init__(self, cache: KVCache, segments: list[PrefillSegment], device: torch.device) -> None:
-        self.cache = cache
+        self.cache, self.latents = cache, bool(cache.latents)
         self.segments = segments
         self.lengths = [len(s.tokens) for s in segments]
         slots = [cache_slots(s, cache.page_tokens) for s in segments]

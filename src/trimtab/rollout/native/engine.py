@@ -105,7 +105,7 @@ class NativeEngine:
         self.stats = RolloutStats()
         self.on_recovery = on_recovery
         self._made_with = (max_sequences, prefill_tokens, kv_bytes)
-        self._shapes = shapes = layer_shapes(policy)
+        self._shapes = shapes = layer_shapes(policy, latents=True)
         page_bytes = page_tokens * sum(s.bytes_per_token(policy.dtype.itemsize) for s in shapes.values())
         self._states = state_shapes(policy)
         self._prefix_cache = prefix_cache and not self._states  # pages alone do not say what layers carried there
