@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from trimtab.model.latent import LATENT
 from trimtab.model.recurrent import Mixer
 from trimtab.model.sinks import flash_serves, rows_with_sinks
 
@@ -46,7 +47,7 @@ class Rules:
 
 
 class AttentionPlan(Protocol):
-    """Decides who sees whom in one forward pass."""
+    """Decides who sees whom in one forward pass. One whose `latents` is true sees the latents of layers that have some."""
 
     def attend(
         self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rules: Rules
@@ -78,8 +79,11 @@ def attention(
     # squeeze, not [0]: the backward pass of an index fills a tensor with zeros first.
     q_THD, k_TKD, v_TKD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    latent = vars(module).get(LATENT) if getattr(attention_plan, "latents", False) else None
+    if latent is not None:
+        q_THD = latent.absorb(q_THD)
     out_THD = attention_plan.attend(layer, q_THD, k_TKD, v_TKD, Rules(scale, sliding_window, softcap, s_aux))
-    return out_THD[None], None
+    return (out_THD if latent is None else latent.unfold(out_THD))[None], None
 
 
 AttentionInterface.register(ATTENTION_NAME, attention)

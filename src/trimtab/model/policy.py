@@ -26,6 +26,7 @@ from trimtab.model.experts import add_expert_gradients_to, use_grouped_experts
 from trimtab.model.gradients import Gradients
 from trimtab.model.head import Head
 from trimtab.model.keep import Keep
+from trimtab.model.latent import let_plans_see_latents
 from trimtab.model.load import building, load_config, refuse_unsupported
 from trimtab.model.memory import is_out_of_memory
 from trimtab.model.packed import PackedPlan
@@ -70,6 +71,7 @@ class Policy:
         _disable_dropout(model)
         model.set_attn_implementation(ATTENTION_NAME)
         let_plans_mix(self.body)
+        let_plans_see_latents(self.body)
         use_grouped_experts(model)
         self.routers = Routers(model)
         """Of a mixture; none elsewhere."""
