@@ -70,6 +70,7 @@ docs: install
 	$(BIN)/python -m trimtab.config.reference
 	$(BIN)/python -m trimtab.convert.page
 	$(BIN)/python -m trimtab.observe.grafana
+	$(BIN)/python -m tests.families
 
 # The documentation as a site, in build/site. Strict: a broken link or a page outside the navigation is an error.
 site: docs

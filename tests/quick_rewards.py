@@ -20,6 +20,13 @@ def moody(completions: list[str], completion_ids: list[list[int]], **_: Any) -> 
     return values
 
 
+def deadly(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Some completions end their worker by SIGKILL."""
+    if any(sum(ids) % 11 == 0 for ids in completion_ids):
+        os.kill(os.getpid(), 9)
+    return [float(sum(ids) % 3) for ids in completion_ids]
+
+
 def variety(completions: list[str], **_: Any) -> list[float]:
     return [len(set(text)) / 10 + text.count("a") for text in completions]
 

@@ -83,10 +83,25 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "sliding_window": 5, "rope_scaling": None, **MOE},
 }
 
+RELATIVES: dict[str, dict[str, Any]] = {
+    "cohere": {"logit_scale": 0.5},
+    "cohere2": {"logit_scale": 0.5, "head_dim": 8, "sliding_window": 5, "sliding_window_pattern": 2},
+    "exaone4": {"head_dim": 8, "sliding_window": 5, "sliding_window_pattern": 2},
+    "gemma": {"head_dim": 8},
+    "glm": {"head_dim": 8, "partial_rotary_factor": 0.5, "attention_bias": True},
+    "glm4": {"head_dim": 8, "partial_rotary_factor": 0.5, "attention_bias": True},
+    "ministral": {"head_dim": 8, "sliding_window": 5},
+    "olmo3": {"sliding_window": 5},
+    "seed_oss": {"head_dim": 8, "attention_bias": True},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "vaultgemma": {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8},
+}
+"""Families whose layers are put together from the same parts."""
+
 
 def tiny_model(architecture: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
     """A random model of a few thousand parameters, with weights large enough that mistakes show."""
-    settings = {**BASE, **ARCHITECTURES.get(architecture, {}), **changes}
+    settings = {**BASE, **ARCHITECTURES.get(architecture, RELATIVES.get(architecture, {})), **changes}
     config = AutoConfig.for_model(architecture, **settings)
     torch.manual_seed(seed)
     # Grouped matrix products have no float64 kernel; plain loops over experts do the same sum.

@@ -329,7 +329,10 @@ def test_verdicts_on_a_known_family_are_the_same_in_a_plan(refused, broken_model
     file = broken_model / "config.json"
     plain = json.loads(file.read_text())
     for changed, told in [
-        ({"model_type": "llava", "text_config": plain}, "'model' is a llava model, not a causal language model"),
+        (
+            {"model_type": "aya_vision", "text_config": plain},
+            "'model' is a aya_vision model, which is more than a language",
+        ),
         (
             {"layer_types": ["linear_attention", "full_attention", "full_attention"]},
             "has layers of kind linear_attention",

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from tests.tiny import VOCABULARY, tiny_model, tiny_tokenizer
+from tests.tiny import HYBRIDS, VOCABULARY, tiny_model, tiny_tokenizer
 from trimtab.base.errors import ConfigError
 from trimtab.cluster import mesh as meshes
 from trimtab.cluster.mesh import Meeting, Mesh
@@ -38,6 +38,7 @@ class Case(NamedTuple):
     changes: dict[str, Any] = {}
     settings: dict[str, Any] = {}
     prefetch: int = 1
+    kind: str = "qwen2"
 
 
 CASES = [
@@ -47,6 +48,7 @@ CASES = [
     Case("half", torch.bfloat16, {"tie_word_embeddings": True}),
     Case("half_untied", torch.bfloat16),
     Case("recomputed", settings={"checkpoint_activations": True, "offload_optimizer": True}, prefetch=2),
+    Case("states", changes=HYBRIDS["qwen3_next"], kind="qwen3_next"),
 ]
 
 
@@ -68,7 +70,7 @@ def updater(policy: Policy, peers: Mesh | None = None, states: str = "full", **s
 
 
 def model_of(case: Case) -> Any:
-    return tiny_model("qwen2", case.dtype, **case.changes)
+    return tiny_model(case.kind, case.dtype, **case.changes)
 
 
 class Ranked:

@@ -14,7 +14,7 @@ import pytest
 from tests import running
 from tests.cluster.conftest import USUAL, Run
 from tests.cluster.ray_cluster import nodes
-from trimtab.base.errors import ConfigError
+from trimtab.base.errors import ConfigError, RewardError
 from trimtab.cli.doctor import doctor
 
 pytestmark = pytest.mark.timeout(240)
@@ -102,3 +102,28 @@ def test_the_doctor_looks_at_all_nodes_and_measures_the_link_between_them(
     (link,) = found["cluster"]["links"]
     assert link["bytes_per_s"] > 1e6 and link["over"] == "gloo"
     assert not running.left(ranks(), 10.0) and not list(tmp_path.iterdir())
+
+
+REWARD = """
+import os
+{more}
+
+def where(completions, **_):
+    with open({log!r}, "a") as log:
+        log.write(os.environ.get("RAY_RAYLET_PID", "driver") + chr(10))
+    return [float(sum(character in "abcdefghij" for character in text)) for text in completions]
+"""
+
+
+def test_rewards_run_on_all_hosts_and_change_nothing(on_ray, whole: running.Trained, tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    (tmp_path / "mine.py").write_text(REWARD.format(log=str(log), more=""))
+    assert weights(on_ray(reward=f"{tmp_path}/mine.py:where").folder) == weights(whole.folder)
+    assert len(set(log.read_text().split())) == 2
+
+
+def test_a_node_that_cannot_import_the_reward_file_is_named(on_ray, tmp_path: Path) -> None:
+    lacking = 'if os.environ.get("RAY_RAYLET_PID"): import a_package_that_is_not_there'
+    (tmp_path / "mine.py").write_text(REWARD.format(log="", more=lacking))
+    with pytest.raises(RewardError, match=r"(?s)a_package_that_is_not_there.*\(on node "):
+        on_ray(reward=f"{tmp_path}/mine.py:where")

@@ -101,6 +101,13 @@ def test_roles_apart_give_the_weights_of_one_process(
     check_same(run(learn=learn, run=placed(**roles)), alone(learn), **tolerance)
 
 
+def test_roles_apart_share_their_own_micro_batches(run, alone) -> None:
+    """Two devices have each micro-batch of the critic, and the reference beside it has whole ones."""
+    asked = placed(actor=1, critic=2, reference="critic", rollout=1)
+    rows = {"policy": 1, "critic": 2, "reference": 1}
+    check_same(run(learn=PPO, run=asked | {"sequence_parallel": rows}), alone(PPO), **SUMMED)
+
+
 @pytest.mark.parametrize(
     "roles", [{"actor": 1, "reward": 2}, pytest.param({"actor": 2, "reward": 1}, marks=pytest.mark.slow)]
 )

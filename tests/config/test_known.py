@@ -19,7 +19,13 @@ from trimtab.config.sft import SftConfig, SftData
 LEAST = {"model": {"path": "m"}, "data": {"train": "a.jsonl"}, "reward": [{"fn": "exact_match"}]}
 KNOWN = [found for found in vars(known).values() if isinstance(found, type) and found.__module__ == known.__name__]
 ROLLOUT = ResolvedRollout(
-    max_sequences=8, kv_memory=2**20, prefill_tokens=64, page_tokens=16, lend_memory=False, processes=1
+    max_sequences=8,
+    kv_memory=2**20,
+    prefill_tokens=64,
+    page_tokens=16,
+    lend_memory=False,
+    processes=1,
+    tensor_parallel=1,
 )
 RUN = ResolvedRun(
     devices=1,

@@ -286,7 +286,7 @@ def test_a_dotted_key_in_a_file_is_told_how_to_nest() -> None:
 
 def test_a_key_like_nothing_lists_the_keys_of_its_section() -> None:
     assert problems("model.zzzzzzzz=1") == [
-        "model.zzzzzzzz: unknown key. The keys here are path, tokenizer, dtype, lora, trust_remote_code"
+        "model.zzzzzzzz: unknown key. The keys here are path, tokenizer, dtype, base, kv_dtype, lora, trust_remote_code"
     ]
 
 

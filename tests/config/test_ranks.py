@@ -45,6 +45,8 @@ def test_parts_that_cannot_be(run: dict[str, Any], words: str) -> None:
         {"shard": "gradients"},
         {"devices": 2},
         {"devices": 4, "rollout": {"tensor_parallel": 2}},
+        {"devices": 4, "engine": "native", "rollout": {"tensor_parallel": 2}},
+        {"engine": "native", "rollout": {"tensor_parallel": 1}},
         {"devices": 1, "rollout": {"tensor_parallel": 2}},
     ],
 )

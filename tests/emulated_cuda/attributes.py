@@ -1,4 +1,4 @@
-"""What a tensor says of itself, and its ways between host and device, on the class: it holds in every thread and for subclasses."""
+"""What a tensor says of itself, and its ways between host and device. It stands on the class, for every thread and subclass."""
 
 from __future__ import annotations
 
@@ -51,13 +51,20 @@ def _moves(patches: Patches, state: State) -> None:
         if here == there:
             return plain(self, dtype, non_blocking, copy, **named)
         target = CUDA if there else HOST
-        found: torch.Tensor = torch.ops.aten._to_copy(
-            self, dtype=dtype, device=target, non_blocking=non_blocking, **named
-        )
+        state.leaving.on = not there
+        try:
+            found: torch.Tensor = torch.ops.aten._to_copy(
+                self, dtype=dtype, device=target, non_blocking=non_blocking, **named
+            )
+        finally:
+            state.leaving.on = False
         return found
 
+    def cuda(self: torch.Tensor, device: Any = None, non_blocking: bool = False, **_: Any) -> torch.Tensor:
+        return to(self, CUDA, non_blocking=non_blocking)
+
     patches.set(torch.Tensor, "to", to)
-    patches.set(torch.Tensor, "cuda", lambda self, device=None, non_blocking=False, **_: to(self, CUDA, non_blocking=non_blocking))
+    patches.set(torch.Tensor, "cuda", cuda)
     patches.set(torch.Tensor, "cpu", lambda self, **_: to(self, HOST))
 
 
@@ -67,7 +74,7 @@ def _reads(patches: Patches, state: State) -> None:
 
     def to_numpy(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if holds(self):
-            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory")
+            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
         return numpy(self, *args, **kwargs)
 
     def to_list(self: torch.Tensor) -> Any:
@@ -135,6 +142,13 @@ def _makers(patches: Patches, state: State) -> None:
     def new_tensor(self: torch.Tensor, data: Any, **kwargs: Any) -> torch.Tensor:
         return tensor(data, **{"dtype": self.dtype, "device": self.device, **kwargs})
 
+    def one_hot(index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+        if num_classes < 0:
+            state.wait("one_hot without a number of classes")
+            num_classes = int(index.max()) + 1
+        return index.new_zeros((*index.shape, num_classes)).scatter_(-1, index[..., None], 1)
+
+    patches.set(torch.nn.functional, "one_hot", one_hot)
     patches.set(torch, "tensor", tensor)
     patches.set(torch, "as_tensor", as_tensor)
     patches.set(torch, "asarray", asarray)

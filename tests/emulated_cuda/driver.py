@@ -73,7 +73,7 @@ class Driver:
         return (Result.CUDA_SUCCESS,)
 
     def map(self, at: int, size: int, handle: Any) -> tuple[Any, ...]:
-        address, found = self._range(at)
+        _, found = self._range(at)
         if handle.size != size or any(begin < at + size and at < begin + n for begin, n in found.mapped.items()):
             return (Result.CUDA_ERROR_INVALID_VALUE,)
         found.mapped[at] = size

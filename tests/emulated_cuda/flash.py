@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 
-def _plain(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: list[int], key_starts: list[int], scale: float, left: int, right: int
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Output and log-sum-exp [H, T], differentiable."""
-    outs, sums = [], []
-    repeat = q.shape[1] // k.shape[1]
-    for at, (first, last) in enumerate(zip(starts, starts[1:])):
-        kf, kl = key_starts[at], key_starts[at + 1]
-        own, keys, values = q[first:last], k[kf:kl].repeat_interleave(repeat, 1), v[kf:kl].repeat_interleave(repeat, 1)
-        scores = torch.einsum("thd,shd->hts", own.float(), keys.float()) * scale
-        row = torch.arange(last - first)[:, None] + (kl - kf) - (last - first)
-        column = torch.arange(kl - kf)[None]
-        banned = torch.zeros_like(row + column, dtype=torch.bool)
-        if right >= 0:
-            banned |= column > row + right
-        if left >= 0:
-            banned |= column < row - left
-        scores = scores.masked_fill(banned, float("-inf"))
-        sums.append(torch.logsumexp(scores, -1))
-        outs.append(torch.einsum("hts,shd->thd", scores.softmax(-1).to(v.dtype).float(), values.float()))
-    return torch.cat(outs).to(q.dtype), torch.cat(sums, 1)
+def _weights(
+    q: torch.Tensor, k: torch.Tensor, scale: float, left: int, right: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[H, T, S] of one sequence, whose keys are aligned with its end, and the log of their sums."""
+    scores = torch.einsum("thd,shd->hts", q.float(), k.float()) * scale
+    length, seen = q.shape[0], k.shape[0]
+    row, column = torch.arange(length)[:, None] + seen - length, torch.arange(seen)[None]
+    banned = torch.zeros((length, seen), dtype=torch.bool)
+    if right >= 0:
+        banned |= column > row + right
+    if left >= 0:
+        banned |= column < row - left
+    scores = scores.masked_fill(banned, float("-inf"))
+    return scores.softmax(-1), torch.logsumexp(scores, -1)
+
+
+def _sequences(starts: torch.Tensor, key_starts: torch.Tensor) -> list[tuple[slice, slice]]:
+    first, second = starts.tolist(), key_starts.tolist()
+    return [(slice(*a), slice(*b)) for a, b in zip(pairwise(first), pairwise(second))]
 
 
 def _scale(q: torch.Tensor, scale: float | None) -> float:
@@ -43,8 +42,13 @@ def _forward(
     left = -1 if window_size_left is None else window_size_left
     right = 0 if causal else -1 if window_size_right is None else window_size_right
     _demand(q, k, v, starts, key_starts)
-    with torch.no_grad():
-        out, lse = _plain(q, k, v, starts.tolist(), key_starts.tolist(), _scale(q, scale), left, right)
+    repeat, outs, sums = q.shape[1] // k.shape[1], [], []
+    for own, seen in _sequences(starts, key_starts):
+        weights, lse = _weights(q[own], k[seen].repeat_interleave(repeat, 1), _scale(q, scale), left, right)
+        values = v[seen].repeat_interleave(repeat, 1)
+        outs.append(torch.einsum("hts,shd->thd", weights.to(v.dtype).float(), values.float()))
+        sums.append(lse)
+    out, lse = torch.cat(outs).to(q.dtype), torch.cat(sums, 1)
     nothing = torch.empty(0, dtype=torch.uint8)
     return out, lse, torch.empty(2, dtype=torch.uint64), nothing, nothing.clone()
 
@@ -63,10 +67,20 @@ def _gradients(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: Any, key_starts: Any, scale: float, left: int,
     right: int,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out, _ = _plain(*leaves, starts.tolist(), key_starts.tolist(), scale, left, right)
-        return torch.autograd.grad(out, leaves, grad)
+    repeat = q.shape[1] // k.shape[1]
+    found = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
+    for own, seen in _sequences(starts, key_starts):
+        keys, values = (x[seen].float().repeat_interleave(repeat, 1) for x in (k, v))
+        weights, _ = _weights(q[own], keys, scale, left, right)
+        slope, down = grad[own].float(), weights.shape[0] // repeat
+        by_weight = torch.einsum("thd,shd->hts", slope, values)
+        by_score = weights * (by_weight - (by_weight * weights).sum(-1, keepdim=True)) * scale
+        found[0][own] += torch.einsum("hts,shd->thd", by_score, keys)
+        by_key = torch.einsum("hts,thd->shd", by_score, q[own].float())
+        by_value = torch.einsum("hts,thd->shd", weights, slope)
+        found[1][seen] += by_key.unflatten(1, (down, repeat)).sum(2)
+        found[2][seen] += by_value.unflatten(1, (down, repeat)).sum(2)
+    return tuple(x.to(q.dtype) for x in found)
 
 
 def _demand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, key_starts: torch.Tensor) -> None:

@@ -67,7 +67,16 @@ def install(patches: Patches, state: State, capability: tuple[int, int]) -> None
             return {name: closed(x) for name, x in value.items()}
         if isinstance(value, tuple | list):
             return type(value)(map(closed, value))
-        return ("descriptor", value.base, list(value.shape), list(value.strides), list(value.block_shape), value.padding) if isinstance(value, TensorDescriptor) else value  # fmt: skip
+        if not isinstance(value, TensorDescriptor):
+            return value
+        return (
+            "descriptor",
+            value.base,
+            list(value.shape),
+            list(value.strides),
+            list(value.block_shape),
+            value.padding,
+        )
 
     def opened(value: Any) -> Any:
         if isinstance(value, dict):
@@ -129,7 +138,8 @@ def _mend_bfloat16(patches: Patches, interpreter: Any, tl: Any) -> None:
             handles = [x for x in args if isinstance(x, handle)]
             if not any(map(is_bf16, handles)):
                 return original(self, *args)
-            found = original(self, *(handle(wide(x.data), tl.float32) if isinstance(x, handle) and is_bf16(x) else x for x in args))
+            plain = [handle(wide(x.data), tl.float32) if isinstance(x, handle) and is_bf16(x) else x for x in args]
+            found = original(self, *plain)
             return found if found.data.dtype == np.bool_ else handle(narrow(found.data), tl.bfloat16)
 
         return op

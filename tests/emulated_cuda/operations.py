@@ -9,16 +9,16 @@ with the next wait (until then it holds garbage).
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
-
 from emulated_cuda import flash
 from emulated_cuda.graphs import Graph
 from emulated_cuda.memory import DeviceMemory
 from emulated_cuda.patches import Patches
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 aten = torch.ops.aten
 HOST = torch.device("cpu")
@@ -47,6 +47,11 @@ class State:
         self.coming: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Copies that the host must not read yet: where to, and what."""
         self.launches = 0
+        self.leaving = threading.local()
+        """`.on`: this thread has asked for a copy on the host. Without it, operations within torch that name the device of a
+        tensor, which they take for a CPU's, mean where it is."""
+        self.undecided: dict[int, Any] = {}
+        """Storages that formulas of autograd made, which take a tensor for the CPU's. They lie where they are used."""
         self.counts: dict[str, int] = {}
         """Waits, recordings and replays, for tests."""
 
@@ -82,8 +87,6 @@ class State:
         return any(begin <= at < begin + size for begin, size in self.pinned_ranges.items())
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        import weakref
-
         storage = tensor.untyped_storage()
         key = storage._cdata
         self.pinned[key] = weakref.ref(storage, lambda _: self.pinned.pop(key, None))
@@ -117,22 +120,33 @@ def run(state: State, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return state.pin(args[0].clone())
         if name == "is_pinned":
             return state.is_pinned(args[0])
-        return func(*args, **kwargs)
+        found = func(*args, **kwargs)
+        if asked is not None and torch._C._current_graph_task_id() != -1 and isinstance(found, torch.Tensor):
+            key = found.untyped_storage()._cdata
+            state.undecided[key] = weakref.ref(found.untyped_storage(), lambda _: state.undecided.pop(key, None))
+        return found
     if name == "_pin_memory":
         raise RuntimeError(f"cannot pin '{args[0].type()}' only dense CPU tensors can be pinned")
     if name == "is_pinned":
         return False
-    for x, there in placed:
+    for at, (x, there) in enumerate(placed):
         if there:
             state.check(x)
+        elif state.undecided.pop(x.untyped_storage()._cdata, None) is not None:
+            state.memory.hold(x)
+            placed[at] = (x, True)
     if to_device:
         kwargs["device"] = HOST
     if name in COPIES:
         return _copy(state, func, name, args, kwargs, to_device, asked)
     target = to_device if to_device is not None else on_device
+    if on_device and torch._C._current_graph_task_id() != -1:
+        target = True  # formulas of autograd name the device that they take a tensor for
     _check_places(state, func, name, args, placed)
     _check_waits(state, func, name, args)
-    work = flash.REPLACED.get(f"{func._schema.name}", func)
+    work = flash.REPLACED.get(func._schema.name, func)
+    if name == "histc" and not args[0].is_floating_point():  # the CPU has it for floating point only
+        work = _counted
     if name in ("mm", "addmm", "bmm", "baddbmm") and func._overloadname in ("dtype", "dtype_out"):
         work = _wide_product(func, name)
     return execute(state, func, work, args, kwargs, target)
@@ -194,11 +208,14 @@ def _check_waits(state: State, func: Any, name: str, args: Any) -> None:
         state.wait(name)
 
 
-def _copy(state: State, func: Any, name: str, args: Any, kwargs: dict[str, Any], to_device: bool | None, asked: Any) -> Any:
+def _copy(
+    state: State, func: Any, name: str, args: Any, kwargs: dict[str, Any], to_device: bool | None, asked: Any
+) -> Any:
     memory = state.memory
     if name == "_to_copy":
         source = args[0]
-        begin, end = memory.holds(source), memory.holds(source) if to_device is None else to_device
+        begin = memory.holds(source)
+        end = begin if to_device is None else to_device or (begin and not getattr(state.leaving, "on", False))
         if begin and not end:
             return _home(state, source, func(*args, **kwargs), bool(kwargs.get("non_blocking")), True)
         if end and not begin:
@@ -253,13 +270,21 @@ def _check_arrived(state: State, source: torch.Tensor) -> None:
         state.arrive()
 
 
+def _counted(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.histc(x.double(), *args, **kwargs).to(x.dtype)
+
+
 def _wide_product(func: Any, name: str) -> Any:
     def product(*args: Any, **kwargs: Any) -> torch.Tensor:
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
-        if any(x.dtype not in (torch.float16, torch.bfloat16) for x in tensors):
-            raise RuntimeError("out_dtype is only supported for torch.float32 output with float16/bfloat16 inputs on CUDA")
+        if any(x.dtype not in (torch.float16, torch.bfloat16) for x in tensors[-2:]):
+            raise RuntimeError(
+                "out_dtype is only supported for torch.float32 output with float16/bfloat16 inputs on CUDA"
+            )
         wide = next(x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype))
-        found: torch.Tensor = getattr(torch, name)(*(x.to(wide) for x in tensors))
+        found: torch.Tensor = getattr(torch, name)(
+            *(x.to(wide) for x in tensors), **{k: v for k, v in kwargs.items() if k in ("alpha", "beta")}
+        )  # fmt: skip
         out = kwargs.get("out")
         return found if out is None else out.copy_(found)
 

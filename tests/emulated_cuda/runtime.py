@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,7 +52,7 @@ def install(patches: Patches, state: State, capability: tuple[int, int]) -> None
         "is_current_stream_capturing": lambda: state.graph_here() is not None,
         "graph_pool_handle": lambda: object(),
         "cudart": lambda: _Runtime(state),
-        "nvtx": SimpleNamespace(range_push=lambda text: 0, range_pop=lambda: 0, range=lambda text: nullcontext(), mark=lambda t: None),
+        "nvtx": SimpleNamespace(range_push=lambda text: 0, range_pop=lambda: 0),
     }
     for name, value in values.items():
         patches.set(torch.cuda, name, value)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import trimtab
-from tests.quick_rewards import moody
+from tests.quick_rewards import deadly, moody
 from trimtab.record.sinks import read_metrics
 from trimtab.run import loop
 
@@ -107,3 +107,16 @@ def test_a_prompt_that_comes_twice_in_a_step_is_sampled_differently(model_folder
         for completions in by_prompt.values():
             assert len(completions) == 2 * SAMPLES
             assert completions[:SAMPLES] != completions[SAMPLES:]
+
+
+def test_counts_add_up_where_reward_workers_are_killed(model_folder, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(f"{__name__}.moody", deadly)
+    metrics, sampled, _ = run(model_folder, tmp_path, monkeypatch)
+    lost = 0
+    for row, drawn in zip(metrics, sampled, strict=True):
+        killed = sum(sum(tokens) % 11 == 0 for _, tokens, _ in drawn)
+        assert row["reward/failed"] == row.get("run/dropped_reward_failed", 0) == killed, "each cost itself alone"
+        dropped = sum(value for key, value in row.items() if key.startswith("run/dropped_"))
+        assert row["run/samples_trained"] + dropped == row["run/samples"] == PROMPTS * SAMPLES
+        lost += killed
+    assert lost > 0, "some completions were meant to kill their worker"

@@ -49,7 +49,7 @@ CASES: dict[str, list[Any]] = {
     "rollout.python": [None],  # of vllm: test_engines.py
     "rollout.eager": [None],
     "rollout.processes": ["auto"],
-    "rollout.tensor_parallel": [1],
+    "rollout.tensor_parallel": ["auto", 1],  # over several ranks: tests/cluster/test_cut_engine.py
     "offload.optimizer": [True, False],
     "offload.reference": [False],  # true needs a reference policy: below
     "offload.activations": [True, False],
@@ -122,7 +122,7 @@ def step(
 
         def capture(lr: float):
             for name, parameter in session.trainer.updater.policy.model.named_parameters():
-                if name not in gradients:
+                if parameter.requires_grad and name not in gradients:
                     gradients[name] = parameter.grad.clone().cpu()
             return apply(lr)
 

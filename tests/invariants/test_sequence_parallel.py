@@ -10,10 +10,14 @@ import itertools
 from pathlib import Path
 
 import pytest
+import torch
+from running import train
+from safetensors.torch import load_file
 from tiny import tiny_model
 
 from tests.forked_ranks import fork_ranks
 from tests.invariants.test_ranks import Case, assert_same, run
+from trimtab.base.errors import ConfigError
 from trimtab.model.load import save_model
 
 COVER = [
@@ -69,3 +73,35 @@ def test_all_settings_together(case: Case, models: dict[tuple[bool, int], Path],
     model = models[case.tied, case.kv_heads]
     one, many = (run(each, model, tmp_path / str(each.devices)) for each in (case.alone, case))
     assert_same(case, one, many, model)
+
+
+LONG = 65_536
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("kv_heads", [4, 1], ids=["heads", "keys"])
+def test_a_sequence_of_64k_tokens_that_fits_no_single_budget(kv_heads: int, tmp_path: Path, tokenizer) -> None:
+    """Four processes with room for 16k tokens each learn from it what one with room for all learns."""
+    changes = {"num_hidden_layers": 1, "num_key_value_heads": kv_heads, "max_position_embeddings": LONG}
+    save_model(tiny_model("qwen3", **changes), tokenizer, tmp_path / "model")
+    numbers = torch.Generator().manual_seed(0)
+    letters = torch.randint(ord("a"), ord("z"), (LONG - 10,), generator=numbers).tolist()
+    usual = {
+        "data": [{"prompt": "say=", "completion": "".join(map(chr, letters))}],
+        "learn": {"steps": 1, "lr": 1e-2, "sequences_per_step": 1, "optimizer": {"eps": 1e-3}},
+        "run": {"device": "cpu", "threads": 1, "token_budget": LONG // 4},
+        "observe": {"checkpoint_every": 0},
+    }
+    model = {"path": str(tmp_path / "model"), "dtype": "float32"}
+    with pytest.raises(ConfigError, match="cannot hold the longest"):
+        train(model, tmp_path / "refused", usual, stage="sft")
+    found = []
+    for name, how in {"one": {"token_budget": LONG}, "four": {"devices": 4, "sequence_parallel": 4}}.items():
+        done = train(model, tmp_path / name, usual, {"run": how}, stage="sft")
+        found.append(load_file(done.folder / "final/model.safetensors"))
+    began = load_file(tmp_path / "model/model.safetensors")
+    went = max(float((found[0][name] - began[name]).abs().max()) for name in began)
+    assert went > 1e-3
+    for name, weight in found[0].items():
+        torch.testing.assert_close(found[1][name], weight, atol=0.01 * went, rtol=0, msg=lambda m, n=name: f"{n}: {m}")

@@ -154,7 +154,7 @@ def group(**weights: Any) -> dict[str, Any]:
     ("quantisation", "told"),
     [
         ({"quant_method": "awq", "bits": 4}, r"\(awq\).*unquantised checkpoint.*GGUF.*MXFP4 \(gpt-oss\)"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, r"\(bitsandbytes\)"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, r"\(bitsandbytes\)"),
         ({"bits": 4}, r"\(of an unnamed kind\)"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "no pair of numbers"),
         (
@@ -206,7 +206,7 @@ def test_large_weights_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> No
     blocks, scales = numbers(2, 6, 2, 16), 120 + numbers(2, 6, 2, high=9)
     values, grid = torch.randn(40, 24).to(torch.float8_e4m3fn), torch.rand(3, 2)
     whole = from_mxfp4(blocks, scales, torch.float32), from_fp8("w", values, grid, (16, 16), torch.float32)
-    monkeypatch.setattr("trimtab.model.quantised.CHUNK_ELEMENTS", 70)
+    monkeypatch.setattr("trimtab.model.quantised.READ_CHUNK_ELEMENTS", 70)
     pieces = from_mxfp4(blocks, scales, torch.float32), from_fp8("w", values, grid, (16, 16), torch.float32)
     assert all(torch.equal(one, other) for one, other in zip(whole, pieces))
 

@@ -17,7 +17,7 @@ from tiny import VOCABULARY, tiny_model
 
 from trimtab.config.algorithms import resolve
 from trimtab.config.learn import Learn
-from trimtab.model import sequence
+from trimtab.model import packed, sequence
 from trimtab.model.attention import Rules
 from trimtab.model.packed import PackedPlan
 from trimtab.model.policy import Policy
@@ -164,6 +164,8 @@ def test_cut_rows_attend_as_whole_rows(case: int, monkeypatch: pytest.MonkeyPatc
         softcap=numbers.choice([None, None, 2.0]),
         sinks_H=torch.linspace(-1, 1, heads, dtype=torch.float64) if numbers.random() < 0.3 else None,
     )
+    if numbers.random() < 0.3:  # some queries at a time
+        monkeypatch.setattr(packed, "MAX_MASK_ELEMENTS", 20)
     if numbers.random() < 0.5:  # one head at a time
         monkeypatch.setattr(sequence, "KEYS_AT_A_TIME_BYTES", 1)
     expected, found = attention_of_rows(lengths, prefixes, (heads, kv_heads, 4, value), rules, ranks, way)
@@ -316,3 +318,15 @@ def test_uneven_rows_are_exchanged_by_heads() -> None:
     sizes = (AttentionSize(28, 8, 8, 16, 16),)
     lengths: list[int] = [1] * 30000 + [30000]
     assert cheaper_way(sizes, 2, lengths, [None] * len(lengths)) == "heads"
+
+
+def test_sizes_of_a_part_are_those_of_its_own_tokens() -> None:
+    """What is learned is divided among ranks, and so is nearly what is computed; each knows how long the whole row is."""
+    batch = MicroBatch.build(samples_of([6, 9, 4, 7]), torch.device("cpu"))
+    sizes = (AttentionSize(1, 4, 2, 8, 8),)
+    found = on_ranks(2, sizes, lambda group: batch.sizes_on(group))
+    assert sum(tokens for tokens, *_ in found) == len(batch.tokens_T)
+    assert sum(learned for _, learned, *_ in found) == len(batch.targets_R)
+    assert sum(pairs for *_, pairs, _ in found) <= batch.plan.pairs and all(
+        row == len(batch.tokens_T) for *_, row in found
+    )

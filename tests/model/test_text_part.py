@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import ARCHITECTURES, BASE, VOCABULARY, tiny_tokenizer
+from tiny import ARCHITECTURES, BASE, HYBRIDS, VOCABULARY, tiny_tokenizer
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from trimtab.base.errors import ModelError
@@ -73,6 +73,18 @@ TINY: dict[str, dict[str, Any]] = {
         "audio_config": None,
     },
 }
+STATES = {
+    **{name: value for name, value in HYBRIDS["qwen3_5_text"].items() if name != "layer_types"},
+    "layer_types": ["linear_attention", "full_attention"],
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5,
+        "mrope_interleaved": True,
+    },
+}  # fmt: skip
+TINY["qwen3_5"] = {"text_config": STATES, "vision_config": QWEN_SEES}
+TINY["qwen3_5_moe"] = {
+    "text_config": STATES | EXPERTS | {"shared_expert_intermediate_size": 24}, "vision_config": QWEN_SEES,
+}  # fmt: skip
 TINY["gemma4_unified"] = TINY["gemma4"] | {
     "vision_config": {"mm_embed_dim": 16, "mm_posemb_size": 4, "patch_size": 4, "output_proj_dims": 32}
 }
@@ -105,7 +117,8 @@ def test_the_text_part_is_the_whole_model_on_text(kind: str, tmp_path: Path) -> 
     with torch.no_grad():
         found = policy.head.logits(policy.hidden(torch.cat(rows), plan.positions, plan))
         expected = torch.cat([whole(input_ids=row[None], use_cache=False).logits[0] for row in rows])
-    torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=0)
+    exact = 2e-6 if kind not in ("qwen3_5", "qwen3_5_moe") else 2e-4  # their delta rule computes in float32
+    torch.testing.assert_close(found.double(), expected, atol=exact, rtol=0)
     assert sum(p.numel() for p in policy.model.parameters()) < sum(p.numel() for p in whole.parameters())
 
 
@@ -187,5 +200,4 @@ def test_checkpoints_as_they_were_published(kind: str, before: str, after: Any, 
 
 
 def test_every_family_that_is_served_is_compared() -> None:
-    """Those whose layers are not served yet are not loaded."""
-    assert set(TINY) | {"qwen3_5", "qwen3_5_moe"} == WRAPPERS
+    assert set(TINY) == WRAPPERS

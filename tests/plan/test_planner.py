@@ -484,20 +484,22 @@ def test_a_run_that_generates_nothing_has_no_cache() -> None:
 
 def test_the_engine_is_told_after_what_it_runs_with() -> None:
     keys = [choice.key for choice in make_plan(Run(), qwen(), h(140)).choices]
-    assert keys[:7] == [
+    assert keys[:9] == [
         *(
             "run.devices",
             "run.shard",
             "run.shard_devices",
             "run.sequence_parallel",
+            "run.tensor_parallel",
             "run.prefetch",
             "run.overlap",
             "run.placement",
+            "run.rollout.tensor_parallel",
         ),
     ]
     at = keys.index("run.engine")
     rollout = [key.startswith("run.rollout.") for key in keys]
-    assert rollout == [*[False] * 6, *[True] * (at - 6), *[False] * (len(keys) - at)]
+    assert rollout == [*[False] * 8, *[True] * (at - 8), *[False] * (len(keys) - at)]
 
 
 def test_the_native_engine_has_no_processes_whatever_is_pinned() -> None:

@@ -10,10 +10,11 @@ from trimtab.config.run import Run
 from trimtab.plan.activations import MicroBatchSize, UpdatePath, update_peak
 from trimtab.plan.devices import find_device
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.ledger import CUBLAS_WORKSPACES_BYTES, GIB, ROUNDING_BYTES_PER_TENSOR
+from trimtab.plan.ledger import CUBLAS_WORKSPACES_BYTES, GIB
 from trimtab.plan.planner import make_plan
 from trimtab.plan.shape import read_shape
 from trimtab.plan.source import WELL_KNOWN
+from trimtab.plan.update_work import ROUNDING_BYTES_PER_TENSOR
 from trimtab.plan.watch import PlanWatch
 
 

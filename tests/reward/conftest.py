@@ -19,19 +19,20 @@ os.environ["TESTED_BY"] = str(os.getpid())
 """For workers: a mark of what they start."""
 
 
+def made_group(*texts: str, prompt: Any = "question", **columns: Any) -> Group:
+    source = Prompt(id=0, prompt=prompt, tokens=[1], columns=columns)
+
+    def trajectory(sample: int, text: str) -> Trajectory:
+        tokens = torch.arange(sample + 1)
+        versions = torch.zeros(len(tokens), dtype=torch.int32)
+        return Trajectory(source, sample, tokens, torch.zeros(len(tokens)), versions, "stop", text)
+
+    return Group(source, [trajectory(i, text) for i, text in enumerate(texts)])
+
+
 @pytest.fixture
 def group() -> Callable[..., Group]:
-    def make(*texts: str, prompt: Any = "question", **columns: Any) -> Group:
-        source = Prompt(id=0, prompt=prompt, tokens=[1], columns=columns)
-
-        def trajectory(sample: int, text: str) -> Trajectory:
-            tokens = torch.arange(sample + 1)
-            versions = torch.zeros(len(tokens), dtype=torch.int32)
-            return Trajectory(source, sample, tokens, torch.zeros(len(tokens)), versions, "stop", text)
-
-        return Group(source, [trajectory(i, text) for i, text in enumerate(texts)])
-
-    return make
+    return made_group
 
 
 @pytest.fixture

@@ -195,7 +195,8 @@ def _few_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 FUSABLE = [
-    "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite", "qwen3_moe", "mixtral", "qwen2_moe",
+    "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite", "olmo2", "olmo3", "glm", "glm4", "smollm3",
+    "cohere", "cohere2", "exaone4", "gemma", "ministral", "seed_oss", "vaultgemma", "qwen3_moe", "mixtral", "qwen2_moe",
 ]  # fmt: skip
 
 
@@ -221,7 +222,13 @@ def decode_all(policy: Policy, tokens: torch.Tensor, page: int = 4, merge: bool 
     return torch.stack(found, 1)
 
 
-@pytest.mark.parametrize("architecture", FUSABLE)
+LIKE_OTHERS = ("cohere", "gemma", "glm", "ministral", "olmo2", "seed_oss", "vaultgemma", "exaone4")
+"""Families made of parts that are compared in others."""
+
+
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(each, marks=pytest.mark.slow if each in LIKE_OTHERS else ()) for each in FUSABLE]
+)
 def test_fused_prefill_equals_the_models_own(architecture: str) -> None:
     """Two sequences in one row, the second in two pieces."""
     policy = Policy(tiny_model(architecture, num_hidden_layers=2, head_dim=16).to(DEVICE))
@@ -244,8 +251,9 @@ def test_fused_prefill_equals_the_models_own(architecture: str) -> None:
     torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
 
 
-QUICK = ("qwen2", "gemma2")
-"""With biases; with windows, soft caps and norms after. Norms of heads and multipliers have tests of their own (tests/model)."""
+QUICK = ("qwen2", "gemma2", "cohere2")
+"""With biases; with windows, soft caps and norms after; in parallel, turned by neighbours or not at all. Norms of heads and
+multipliers have tests of their own (tests/model)."""
 
 
 @pytest.mark.usefixtures("_few_splits")
@@ -357,7 +365,7 @@ def test_merging_takes_little_memory_beside_the_copy(monkeypatch: pytest.MonkeyP
     ("architecture", "reason"),
     [
         ("gpt2", "not tested with the architecture"),
-        ("olmo2", "not tested with the architecture"),
+        ("ernie4_5", "not tested with the architecture"),
         ("olmoe", "not tested with the architecture"),
     ],
 )

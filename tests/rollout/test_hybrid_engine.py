@@ -8,6 +8,7 @@ import torch
 from rollout.test_engine import GREEDY, assert_same, engine, generate, prompts
 from tiny import HYBRIDS, MIXTURE_HYBRIDS, tiny_hybrid, tiny_model
 
+from trimtab.base.errors import EngineError
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import layer_shapes
 from trimtab.model.sizes import prompt_slots
@@ -139,22 +140,12 @@ def leaking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("leaking", ["neighbour", "no chunk", "no step"], indirect=True)
 @pytest.mark.parametrize("name", KINDS[:3])
-def test_planted_errors_change_tokens(
-    name: str, leaking: None, policies: dict[str, Policy], request: pytest.FixtureRequest
+def test_an_engine_that_leaks_or_loses_a_state_is_refused(
+    name: str, leaking: None, policies: dict[str, Policy]
 ) -> None:
-    """The comparisons above see a state that leaks, or is lost, in every kind of layer."""
-    policy, asked = policies[name], prompts(4)
-    chunk = 1024 if request.node.callspec.params["leaking"] == "neighbour" else 5
-    model = tiny_hybrid(name)
-    model.set_attn_implementation("eager")
-    worst = 0.0
-    for (at, _), trajectory in generate(engine(policy, prefill_tokens=chunk), asked, samples=2, new=10).items():
-        ids = torch.tensor([asked[at].tokens + trajectory.tokens.tolist()])
-        with torch.no_grad():
-            logits = model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
-        expected = logits[len(asked[at].tokens) - 1 : -1].gather(1, trajectory.tokens[:, None])[:, 0]
-        worst = max(worst, float((trajectory.logprobs - expected).abs().max()))
-    assert worst > 1e-2
+    """Before anything is drawn that would be learned from, in every kind of layer."""
+    with pytest.raises(EngineError, match="steps of decoding and the forward pass compute different log-probs"):
+        engine(policies[name])
 
 
 def test_there_are_slots_for_every_row_and_a_few_prompts() -> None:

@@ -33,9 +33,11 @@ class Fleet:
         lowered: Sequence[Mapping[str, int]],
         parts: int = 1,
         tokens_per_step: float = 0.0,
+        joint: bool = False,
     ) -> None:
         """`rows`: sequences that an engine runs at a time, at most; `lowered`: what is lower on each rank; `parts`: ranks whose
-        devices one engine spans (rollout/seat.py); `tokens_per_step`: see spread.py."""
+        devices one engine spans (rollout/seat.py); `joint`: they generate together; `tokens_per_step`: see spread.py."""
+        self._followers = parts - 1 if joint else 0
         self._tokens_per_step = tokens_per_step
         self._ranks, self._description, self._rows, self._parts = ranks, description, rows, parts
         self._owners = owners(len(ranks), parts)
@@ -64,7 +66,8 @@ class Fleet:
         self.stats = RolloutStats()
         self._make_room()
         rows = {rank: self._lowered[rank].get("max_sequences", self._rows) for rank in self._owners}
-        call = _Call(self._ranks, requests, rows, pays_to_spread(requests, len(rows), self._tokens_per_step))
+        spread = pays_to_spread(requests, len(rows), self._tokens_per_step)
+        call = _Call(self._ranks, requests, rows, spread, self._followers)
         self._generating = True
         try:
             yield from call.groups()
@@ -111,9 +114,12 @@ class Fleet:
 class _Call:
     """One `generate` of a fleet, from the order that begins it to each rank's answer."""
 
-    def __init__(self, ranks: Ranks, requests: Sequence[Request], rows: Mapping[int, int], spread: bool) -> None:
-        """`rows`: by rank that has an engine; `spread`: see queue.py."""
-        self._ranks, self._requests = ranks, requests
+    def __init__(
+        self, ranks: Ranks, requests: Sequence[Request], rows: Mapping[int, int], spread: bool, followers: int = 0
+    ) -> None:
+        """`rows`: by rank that has an engine; `spread`: see queue.py; `followers`: ranks behind each of these that generate with
+        it, and hear from it what there is to do."""
+        self._ranks, self._requests, self._followers = ranks, requests, followers
         self._owners = list(rows)
         self._queue = RequestQueue([request.samples for request in requests], list(rows.values()), spread)
         self._drawn: list[dict[int, Trajectory]] = [{} for _ in requests]
@@ -130,7 +136,12 @@ class _Call:
         shares = {rank: share for rank, share in zip(self._owners, self._queue.first_shares()) if share}
         bounds = Bounds.of(self._requests)
         self._busy = set(shares)
-        self._ranks.begin("generate", {rank: (self._cut(share), bounds) for rank, share in shares.items()})
+        begun = {rank: (self._cut(share), bounds) for rank, share in shares.items()}
+        self._ranks.begin("generate", begun)
+        if self._followers:
+            behind = {rank + 1 + i: given for rank, given in begun.items() for i in range(self._followers)}
+            self._ranks.begin("follow", behind)
+            self._busy |= behind.keys()
         while self._queue.missing and not self._failed:
             for rank, message in self._ranks.hear(self._busy):
                 yield from self._take(rank, message)
@@ -141,7 +152,7 @@ class _Call:
     def end(self) -> None:
         """No rank is busy with this call any more, or all have ended."""
         while self._busy and not self._ranks.closed:
-            for rank in self._busy - self._ended:
+            for rank in (self._busy - self._ended).intersection(self._owners):
                 self._end_one(rank)
             for rank, message in self._ranks.hear(self._busy):
                 for _ in self._take(rank, message):

@@ -23,8 +23,9 @@ class SplitFleet(Fleet):
         lowered: Sequence[Mapping[str, int]],
         parts: int = 1,
         tokens_per_step: float = 0.0,
+        joint: bool = False,
     ) -> None:
-        super().__init__(samplers, description, rows, lowered, parts, tokens_per_step)
+        super().__init__(samplers, description, rows, lowered, parts, tokens_per_step, joint)
         self._trainers = trainers
         self.published = Transferred(0.0, 0)
         """What the latest `publish` came to."""

@@ -89,12 +89,12 @@ class RankedUpdater:
             choices = torch.stack(self._ask("count_choices", counting)).sum(0)
             shares = [replace(share, choices=choices) for share in shares]
         asked = [(self._model, share, kl_coef) for share in shares for _ in range(sharing)]
-        found = self._ask("accumulate", asked)[::sharing]  # ranks that share micro-batches found the same
+        found = self._ask("accumulate", asked)
         most = max((share.flops for share in shares), default=0.0)
         mean = sum(share.flops for share in shares) / len(shares)
         largest = max((-(-load // sharing) for share in shares for load in share.loads), default=0)
         self.progress = Progress("backward", microbatches=sum(len(s.batches) for s in shares), largest=largest)
-        return UpdateStats.of_ranks(found, most / mean if mean else 1.0)
+        return UpdateStats.of_ranks(found, most / mean if mean else 1.0, sharing)
 
     def apply(self, lr: float) -> Applied:
         self.progress.part = "optimizer step"

@@ -25,6 +25,14 @@ SYNONYMS = {
 }
 PAIR_ALGORITHMS = ("dpo", "ipo", "kto", "orpo", "simpo")
 OFF_WORDS = ("none", "off", "no", "false", "")
+NOT_BUILT = {
+    "learn.in_flight": (
+        "this version does not change weights within a completion: every token of a batch is of one policy, exactly "
+        "learn.staleness steps old",
+        "Leave it out; write learn.staleness: 1, so that sampling does not wait for the update",
+    )
+}
+"""Keys that one may look for here, each with why there is none and what to write instead."""
 MAX_KEY_CHARACTERS = 200
 """Characters of a dotted key, parts that are the user's included."""
 
@@ -131,6 +139,8 @@ def unknown_key(where: str) -> Problem:
         return Problem(
             where, f"{whole} is a list, and {parts[depth]} is not an index into it", f"Write {whole}.0.{rest}"
         )
+    if where in NOT_BUILT:
+        return Problem(where, *NOT_BUILT[where])
     if elsewhere := _elsewhere(parts[-1]):
         return Problem(where, "unknown key", elsewhere[1])
     if meant := meant_key(where):

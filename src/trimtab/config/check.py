@@ -23,7 +23,7 @@ from trimtab.config.ranks import cut_engine, ranks
 from trimtab.config.resolved import FILTERS, STOPS
 from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.row_ranks import longest_here
-from trimtab.config.run_clashes import kernels, offload, prefetch
+from trimtab.config.run_clashes import base, kernels, offload, prefetch
 from trimtab.config.schema import Config
 from trimtab.config.sft import SftConfig, SftData
 from trimtab.config.sizes import too_large
@@ -47,7 +47,7 @@ def clashes(config: Config | Offline) -> list[Contradiction]:
     if isinstance(config, Config):
         learn = resolve(config.learn)
         return [clash for check in CHECKS for clash in check(config, learn)]
-    shared = (offload, kernels, prefetch, ranks, placement, _data, _texts, _observe)
+    shared = (offload, base, kernels, prefetch, ranks, placement, _data, _texts, _observe)
     return [clash for check in shared for clash in check(config, None)] + [*too_large(config), *_supervised(config)]
 
 
@@ -362,17 +362,18 @@ def _run(config: Config, learn: Learn) -> Iterator[Contradiction]:
 
 def _engine(config: Config, learn: Learn) -> Iterator[Contradiction]:
     if not config.run.external:
-        for name in ("python", "eager", "processes", "tensor_parallel"):
-            one = name in ("processes", "tensor_parallel") and getattr(config.run.rollout, name) == 1  # as it has
+        for name in ("python", "eager", "processes"):
+            one = name == "processes" and config.run.rollout.processes == 1  # as it has
             if name in changed(config.run.rollout) and not one:
                 yield clash(
                     f"run.rollout.{name} run.engine",
                     "has no effect on the native engine",
                     f"Write run.engine: vllm or sglang, or leave {name} out",
                 )
-        return
-    if config.run.rollout.tensor_parallel > 1:
+    if config.run.cut > 1:
         yield from cut_engine(config.run)
+    if not config.run.external:
+        return
     if config.run.engine == "vllm" and config.model.lora is not None and config.model.lora.r > 512:
         yield clash(
             "run.engine model.lora",
@@ -441,7 +442,7 @@ def _supervised(config: Offline) -> Iterator[Contradiction]:
         f"observe.{name}" for name in changed(config.observe, "samples_every", "samples_rows", "max_failed_rewards")
     ]
     idle += [f"run.rollout.{name}" for name in changed(run.rollout)]
-    idle += ["run.engine"] if run.external and run.rollout.tensor_parallel == 1 else []  # which alone means vllm
+    idle += ["run.engine"] if run.external and run.cut == 1 else []  # which alone means vllm
     idle += [f"run.{name}" for name in changed(run, "reward_workers")]
     for key in idle:
         yield clash(key, "has no effect: this stage samples nothing and scores nothing", "Leave it out")
@@ -456,6 +457,7 @@ CHECKS: tuple[Callable[[Config, Learn], Iterator[Contradiction]], ...] = (
     _critic,
     _updates,
     offload,
+    base,
     kernels,
     prefetch,
     ranks,

@@ -54,6 +54,7 @@ class ResolvedRollout(Rollout):
     page_tokens: int
     lend_memory: bool
     processes: int
+    tensor_parallel: int
 
 
 class ResolvedOffload(Offload):

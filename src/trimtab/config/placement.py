@@ -115,7 +115,7 @@ def _sizes(config: Config, asked: RoleMap) -> Iterator[Contradiction]:
                 what = f"is {ranks} for the {model}, which does not divide its {count} devices into equal sets"
                 fix = f"Write {{{model}: {nearest_divisor(ranks, count)}}}, or leave it out"
                 yield clash("run.sequence_parallel run.placement", what, fix)
-    cut = run.rollout.tensor_parallel
+    cut = run.cut
     mine = next(count for roles, count in groups.items() if "rollout" in roles)
     if mine % cut:
         what = f"gives rollout {mine} devices, which engines over {cut} devices each (run.rollout.tensor_parallel) cannot share"

@@ -92,19 +92,27 @@ def _shared_rows(config: Config | SftConfig | RewardModelConfig, learn: Learn | 
 
 def cut_engine(run: Run) -> Iterator[Contradiction]:
     """An engine over several devices that cannot be."""
-    devices = run.rollout.tensor_parallel
-    if run.engine != "vllm":
+    devices = run.cut
+    if run.engine == "sglang":
         yield clash(
             "run.rollout.tensor_parallel run.engine",
             f"an engine of {run.engine} runs on one device",
-            "Write run.engine: vllm, or leave tensor_parallel out",
+            "Write run.engine: native or vllm, or leave tensor_parallel out",
         )
-    elif run.rollout.processes not in ("auto", 1):
+    elif not run.external and run.devices == 1:
+        yield clash(
+            "run.rollout.tensor_parallel run.devices",
+            f"is {devices}, but run.devices is 1: the native engine is cut over ranks",
+            f"Write run.devices: {devices} or a multiple, or run.engine: vllm",
+        )
+    elif run.external and run.rollout.processes not in ("auto", 1):
         yield clash(
             "run.rollout.tensor_parallel run.rollout.processes",
             f"splits one engine over {devices} devices, which leaves no device for other engine processes",
             "Leave one of the two out",
         )
+    elif isinstance(run.placement, dict):
+        return  # placement.py looks at the devices of rollout
     elif run.devices != "auto" and run.devices > 1 and run.devices % devices:
         whole = max(1, round(run.devices / devices)) * devices
         yield clash(

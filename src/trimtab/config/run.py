@@ -52,10 +52,12 @@ class Rollout(Section):
     """Processes of vLLM or SGLang in each engine, which share out its sequences; each has a copy of the weights. With several
     devices each has an engine, so N devices have N times as many. auto: several where one would be bound by its host, as it is
     with small models on a GPU; 1 with tensor_parallel."""
-    tensor_parallel: PositiveInt = 1
-    """Devices that vLLM cuts its copy of the model over: decoding a large model waits for its weights to be read, and each then
-    reads a part. With several devices it has to divide them: there are devices / tensor_parallel engines, each owned by the first
-    rank of its set, while the others lend their memory. With devices: 1, the trainer's device and those behind it."""
+    tensor_parallel: PositiveInt | Auto = "auto"
+    """Devices that an engine's copy of the model is cut over, of the native engine or vLLM: decoding a large model waits for its
+    weights to be read, and each then reads a part. It has to divide the devices: there are devices / tensor_parallel engines.
+    The ranks of a native engine generate together; a vLLM engine is owned by the first rank of its set, while the others lend
+    their memory. With devices: 1, vLLM takes the trainer's device and those behind it. auto: 1, or more where a copy does not fit
+    on one."""
 
 
 class Offload(Section):
@@ -153,9 +155,14 @@ class Run(Section):
 
     @model_validator(mode="after")
     def _cut_by_vllm(self) -> Self:
-        if self.engine == "auto" and self.rollout.tensor_parallel > 1:
+        if self.engine == "auto" and self.cut > 1:
             self.__dict__["engine"] = "vllm"  # the model is frozen for everybody else
         return self
+
+    @property
+    def cut(self) -> int:
+        """Devices that an engine is asked to be cut over."""
+        return 1 if self.rollout.tensor_parallel == "auto" else self.rollout.tensor_parallel
 
     @property
     def external(self) -> bool:

@@ -29,6 +29,38 @@ def offload(config: AnyStage, learn: Learn | None) -> Iterator[Contradiction]:
         )
 
 
+def base(config: AnyStage, learn: Learn | None) -> Iterator[Contradiction]:
+    kind = config.model.base
+    if kind in ("fp8", "4bit"):
+        if config.model.lora is None:
+            yield clash(
+                "model.base model.lora",
+                f"is {kind}, but without adapters the weights themselves are trained, and they cannot be in {kind}",
+                "Write model.lora: {r: 16}, or model.base: bf16",
+            )
+        if config.run.external:
+            yield clash(
+                "model.base run.engine",
+                f"{config.run.engine} would generate with weights of its own that are not those in {kind}",
+                "Write run.engine: native, or model.base: bf16",
+            )
+        if config.run.shard == "full":
+            yield clash(
+                "model.base run.shard",
+                f"weights in {kind} are whole on every device: run.shard: full cannot cut them",
+                "Write run.shard: auto, or model.base: bf16",
+            )
+    if config.model.kv_dtype != "auto":
+        if learn is None:
+            yield clash("model.kv_dtype", "has no effect: nothing is generated", "Leave it out")
+        elif config.run.external:
+            yield clash(
+                "model.kv_dtype run.engine",
+                f"is of the native engine, and has no effect on {config.run.engine}",
+                "Write run.engine: native, or leave it out",
+            )
+
+
 def kernels(config: AnyStage, learn: Learn | None) -> Iterator[Contradiction]:
     if config.run.kernels in ("native", "liger") and config.run.device == "cpu":
         yield clash(

@@ -33,6 +33,13 @@ class Model(Section):
     """Hub name or folder of the tokenizer; None: the model's own."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Type of the working weights. auto: bfloat16 on CUDA (with float32 master weights), float32 on CPU."""
+    base: Literal["auto", "bf16", "fp8", "4bit"] = "auto"
+    """How the frozen weights under adapters are stored; it changes what is learned a little. fp8: 8 bits (e4m3) with a scale for
+    each 128 x 128. 4bit: NF4 with a scale for each 64. Embedding, norms, head and adapters are left alone. bf16: as model.dtype
+    says. auto: as the checkpoint stores them."""
+    kv_dtype: Literal["auto", "bf16", "fp8"] = "auto"
+    """How the native engine stores keys and values. fp8: e4m3 with a scale for each head of each token, half the memory of
+    bfloat16; what is sampled then differs from what is trained, which learn.importance can correct. auto: as model.dtype."""
     lora: Lora | None = None
     """Train adapters instead of the weights: {r: 16}. None: train the weights."""
     trust_remote_code: bool = False

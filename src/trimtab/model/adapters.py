@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from trimtab.base.errors import ConfigError, Problem
 from trimtab.config.schema import Lora
+from trimtab.model.codes import QuantisedLinear, whole_weight
 from trimtab.model.expert_adapters import merged_stack, stacked_weights, stand_beside_products
 from trimtab.model.transfer import apart
 
@@ -92,7 +93,7 @@ def add_adapters(model: Any, lora: Lora, seed: int) -> PeftModel:
         torch.manual_seed(seed)
         adapted = get_peft_model(model, settings)
     stand_beside_products(adapted)
-    return adapted
+    return _as_beside_plain_weights(adapted)
 
 
 def _named(name: str, targets: list[str]) -> bool:
@@ -109,20 +110,36 @@ def load_adapters(model: Any, folder: Path) -> PeftModel:
     """The model with the adapters of a checkpoint, which can be trained further."""
     adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=True)
     stand_beside_products(adapted)
-    return adapted
+    return _as_beside_plain_weights(adapted)
+
+
+def _as_beside_plain_weights(model: PeftModel) -> PeftModel:
+    """PEFT makes adapters in the type of the weights beside them, and half precision into float32; codes have no such type."""
+    for layer in model.modules():
+        base = getattr(layer, "base_layer", None)
+        if isinstance(base, QuantisedLinear) and isinstance(layer, LoraLayer):
+            for adapter in (layer.lora_A, layer.lora_B):
+                adapter.to(torch.promote_types(base.computes_in, torch.float32))
+    return model
 
 
 @torch.no_grad()
 def merged_state(model: PeftModel) -> dict[str, torch.Tensor]:
-    """The base model's weights under its own names, in the host's memory, with what the adapters add rounded in once."""
+    """The base model's weights under its own names, in the host's memory, with what the adapters add rounded in once. Weights
+    that are stored in codes are what the codes stand for, in the model's type."""
     base = model.get_base_model()
     state = {name: value for name, value in base.state_dict().items() if ".lora_" not in name}
+    for name, layer in base.named_modules():
+        if isinstance(layer, QuantisedLinear):
+            for part in layer.stored:
+                del state[f"{name}.{part}"]
+            state[f"{name}.weight"] = layer.dequantised().cpu()
     for name, layer in base.named_modules():
         if isinstance(layer, ParamWrapper):
             place = next(key for key in state if _plain(key) == f"{_plain(name)}.{layer.parameter_name}")
             state[place] = merged_stack(layer)
         elif hasattr(layer, "lora_A"):
-            weight = layer.base_layer.weight
+            weight = whole_weight(layer.base_layer)
             whole = weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
             for adapter in layer.active_adapters:
                 whole += layer.get_delta_weight(adapter)

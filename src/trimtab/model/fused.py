@@ -28,7 +28,7 @@ from trimtab.model.attention import AttentionPlan
 from trimtab.model.kernels import train as kernels
 from trimtab.model.layer import LayerCall, run_layer
 from trimtab.model.norms import Norm, Rotary
-from trimtab.model.parts import ModelParts, Unfusable, Watch, read_parts, rotary_tables
+from trimtab.model.parts import ModelParts, Watch, read_parts, rotary_tables
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import layer_shapes
 
@@ -43,9 +43,6 @@ class FusedForward:
         self._rotaries: dict[str, Rotary] = {}
         self._known: dict[tuple[object, ...], ModelParts] = {}
         self._read()
-        for layer in self.parts.layers:
-            if layer.before_attention is None or layer.before_mlp is None:
-                raise Unfusable("its layers do not begin with norms")
 
     def _read(self) -> None:
         """The parts as the model has them now: parameters may have been put elsewhere, adapters switched off and on."""
@@ -73,7 +70,8 @@ class FusedForward:
         x_TE = F.embedding(tokens_T, self.parts.embedding, self.parts.padding)
         if self.parts.factor != 1.0:
             x_TE = x_TE * self.parts.factor
-        residual_TE, x_TE = FirstNorm.apply(x_TE, self._before(0).weight, self._before(0))
+        first = self._before(0)
+        residual_TE, x_TE = FirstNorm.apply(x_TE, None if first is None else first.weight, first)
         for index, layer in enumerate(self.parts.layers):
             self.policy.before_layer(index)
             self.policy.watch_input(residual_TE, index)
@@ -84,18 +82,18 @@ class FusedForward:
             residual_TE, x_TE = run_layer(residual_TE, x_TE, call)
         return x_TE
 
-    def _before(self, index: int) -> Norm:
-        """The norm before a layer, or after the last."""
-        norm = self.parts.final if index == len(self.parts.layers) else self.parts.layers[index].before_attention
-        assert norm is not None
-        return norm
+    def _before(self, index: int) -> Norm | None:
+        """The norm before a layer, if it has one, or after the last."""
+        return self.parts.final if index == len(self.parts.layers) else self.parts.layers[index].before_attention
 
 
 class FirstNorm(torch.autograd.Function):
     """The residual that embeddings begin, and its norm."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, _weight: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        ctx: Any, x: torch.Tensor, _weight: torch.Tensor | None, norm: Norm | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         residual, out, scales, _ = kernels.add_norm(None, x, norm, None, 1.0)
         ctx.save_for_backward(residual, scales)
         ctx.norm = norm
@@ -110,4 +108,4 @@ class FirstNorm(torch.autograd.Function):
         _, dx, dweight, _ = kernels.add_norm_back(
             dy.contiguous(), dresidual, residual, dy, scales, scales, ctx.norm, None, 1.0, False
         )
-        return dx, dweight.to(ctx.norm.weight.dtype) if ctx.needs_input_grad[1] else None, None
+        return dx, None if dweight is None else dweight.to(ctx.norm.weight.dtype), None

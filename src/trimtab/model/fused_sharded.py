@@ -61,7 +61,7 @@ class FusedSharded:
         self._known: dict[tuple[object, ...], LayerParts] = {}
         self._row: _Row | None = None
         self._layers, self._embedding = list(policy.body.layers), policy.body.embed_tokens
-        if not all(hasattr(layer, "input_layernorm") for layer in self._layers):
+        if not all(hasattr(x, "input_layernorm") and hasattr(x, "post_attention_layernorm") for x in self._layers):
             raise Unfusable("its layers do not begin with norms")
         self._norms: list[Norm] = [
             *(read_norm(layer.input_layernorm) for layer in self._layers),

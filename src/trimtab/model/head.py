@@ -53,6 +53,11 @@ class Head:
         return z if temperature == 1.0 else z / temperature
 
     @property
+    def words(self) -> int:
+        """Of which it gives logits."""
+        return self.weight_VE.shape[0]
+
+    @property
     def tiled(self) -> bool:
         """True where kernels compute log-probs without storing logits, for hidden states of the weights' type."""
         weight = self.weight_VE

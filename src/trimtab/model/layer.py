@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 
 from trimtab.model.activation_offload import ActivationOffload
@@ -45,8 +44,8 @@ class LayerCall:
 
     index: int
     layer: LayerParts
-    before: Norm
-    following: Norm
+    before: Norm | None
+    following: Norm | None
     """The norm before the next layer, which this one ends with."""
     rotary: Rotary
     positions: torch.Tensor
@@ -69,18 +68,15 @@ class LayerCall:
         norms = (layer.after_attention, layer.before_mlp, layer.after_mlp, self.following)
         return found + [norm.weight for norm in norms if norm is not None]
 
-    @property
-    def before_mlp(self) -> Norm:
-        assert self.layer.before_mlp is not None
-        return self.layer.before_mlp
-
     def attend(self, x_TE: torch.Tensor, kept: _Kept) -> torch.Tensor:
         """[T, HD]: the row through attention, whose backward pass is autograd's, in a graph of its own."""
         layer = self.layer
         heads, kv_heads = layer.shape.heads, layer.shape.key[0]
         qkv_TX, kept.lows["qkv"] = _apply(x_TE, layer.qkv)
-        qkv_TND = kernels.rope(qkv_TX, self.positions, heads, kv_heads, self.rotary, layer.head_norm)
         kept.qkv = qkv_TX if layer.head_norm is not None else None
+        if layer.head_norm is not None and layer.head_norm.whole:
+            qkv_TX, kept.head_scales = kernels.whole_heads(qkv_TX, layer.head_norm)
+        qkv_TND = kernels.rope(qkv_TX, self.positions, heads, kv_heads, self.rotary, layer.each_head_norm)
         kept.q, kept.k, kept.v = (x.detach().requires_grad_() for x in qkv_TND.split((heads, kv_heads, kv_heads), 1))
         with torch.set_grad_enabled(kept.graph):
             kept.attended = self.plan.attend(self.index, kept.q, kept.k, kept.v, layer.shape.rules)
@@ -90,8 +86,15 @@ class LayerCall:
         layer = self.layer
         kept.x, kept.residual = x_TE, residual_TE
         out_TE, kept.lows["output"] = _apply(self.attend(x_TE, kept), layer.output)
+        if layer.parallel:
+            kept.middle, kept.y = residual_TE, x_TE
+            out_TE += self.feed_forward(kept)
+            kept.end, x_TE, kept.end_scales, _ = kernels.add_norm(
+                residual_TE, out_TE, self.following, None, layer.factor
+            )
+            return kept.end, x_TE
         kept.middle, kept.y, kept.scales, kept.post_scales = kernels.add_norm(
-            residual_TE, out_TE, self.before_mlp, layer.after_attention, layer.factor
+            residual_TE, out_TE, layer.before_mlp, layer.after_attention, layer.factor
         )
         kept.attention_out = None if layer.after_attention is None else out_TE
         out_TE = self.feed_forward(kept)
@@ -124,13 +127,13 @@ class LayerCall:
 
     def repeat(self, kept: _Kept) -> None:
         """Recompute what was not kept."""
-        dtype = self.layer.output.weight.dtype
+        dtype = self.layer.output.dtype
         if kept.x is None:
             kept.x = kernels.norm(kept.residual, self.before, dtype)
         if kept.middle is None:
             self.forward(kept.residual, kept.x, kept)
         elif kept.y is None:
-            kept.y = kernels.norm(kept.middle, self.before_mlp, dtype)
+            kept.y = kept.x if self.layer.parallel else kernels.norm(kept.middle, self.layer.before_mlp, dtype)
             if self.layer.dense is None:
                 self.mixture(kept)
             else:
@@ -144,25 +147,34 @@ class LayerCall:
         dmiddle_TE, dout_TE = self._norm_back(
             dx_TE, dend_TE, kept.end, kept.mlp_out, kept.end_scales, kept.end_post_scales, self.following, layer.after_mlp, found
         )  # fmt: skip
-        dy_TE = self._feed_forward_back(dout_TE, kept, found)
-        dresidual_TE, dout_TE = self._norm_back(
-            dy_TE, dmiddle_TE, kept.middle, kept.attention_out, kept.scales, kept.post_scales, self.before_mlp,
-            layer.after_attention, found,
-        )  # fmt: skip
+        dy_TE, dresidual_TE = self._feed_forward_back(dout_TE, kept, found), dmiddle_TE
+        if not layer.parallel:
+            dresidual_TE, dout_TE = self._norm_back(
+                dy_TE, dmiddle_TE, kept.middle, kept.attention_out, kept.scales, kept.post_scales, layer.before_mlp,
+                layer.after_attention, found,
+            )  # fmt: skip
         dattended, dlows = _input_grad(dout_TE, layer.output)
         found.linears(layer.output, dout_TE, kept.attended.detach().flatten(1), kept.lows["output"], dlows)
         inputs = (kept.q, kept.k, kept.v)
         dq, dk, dv = torch.autograd.grad(kept.attended, inputs, dattended.view_as(kept.attended))
         dqkv, dquery, dkey = kernels.rope_back(
-            dq.contiguous(), dk.contiguous(), dv.contiguous(), kept.qkv, self.positions, self.rotary, layer.head_norm
+            dq.contiguous(),
+            dk.contiguous(),
+            dv.contiguous(),
+            kept.qkv,
+            self.positions,
+            self.rotary,
+            layer.each_head_norm,
         )
+        if layer.head_norm is not None and layer.head_norm.whole:
+            dquery, dkey = kernels.whole_heads_back(dqkv, kept.qkv, layer.head_norm, kept.head_scales)
         if layer.head_norm is not None:
             assert dquery is not None and dkey is not None
             found.add(layer.head_norm.query, dquery)
             found.add(layer.head_norm.key, dkey)
         dx_TE, dlows = _input_grad(dqkv, layer.qkv)
         found.linears(layer.qkv, dqkv, kept.x, kept.lows["qkv"], dlows)
-        return dresidual_TE, dx_TE
+        return dresidual_TE, dx_TE.add_(dy_TE) if layer.parallel else dx_TE
 
     def _feed_forward_back(self, dout_TE: torch.Tensor, kept: _Kept, found: _Found) -> torch.Tensor:
         dense, mixture = self.layer.dense, self.layer.mixture
@@ -184,12 +196,14 @@ class LayerCall:
 
     def _norm_back(
         self, dy: torch.Tensor, dresidual: torch.Tensor | None, residual: torch.Tensor, x: torch.Tensor | None,
-        scales: torch.Tensor, post_scales: torch.Tensor, pre: Norm, post: Norm | None, found: _Found,
+        scales: torch.Tensor, post_scales: torch.Tensor, pre: Norm | None, post: Norm | None, found: _Found,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         before, dx, dpre, dpost = kernels.add_norm_back(
-            dy, dresidual, residual, dy if x is None else x, scales, post_scales, pre, post, self.layer.factor, True
-        )
-        found.add(pre.weight, dpre)
+            dy, dresidual, residual, dy if x is None else x, scales, scales if post is None else post_scales, pre, post,
+            self.layer.factor, True,
+        )  # fmt: skip
+        if pre is not None and dpre is not None:
+            found.add(pre.weight, dpre)
         if post is not None and dpost is not None:
             found.add(post.weight, dpost)
         assert before is not None
@@ -214,6 +228,8 @@ class _Kept:
     residual: Any = None
     x: Any = None
     qkv: Any = None
+    head_scales: Any = None
+    """Of norms over all heads together."""
     middle: Any = None
     """The residual between attention and feed-forward part."""
     y: Any = None
@@ -347,7 +363,7 @@ class _Layer(torch.autograd.Function):
 
 def _apply(x_TI: torch.Tensor, linears: Linears) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The product, and the low-rank images of x under the adapters."""
-    out = torch.mm(x_TI, linears.weight.t()) if linears.bias is None else F.linear(x_TI, linears.weight, linears.bias)
+    out = linears.product(x_TI)
     lows = []
     for adapter in linears.adapters:
         low = x_TI @ adapter.a.weight.to(x_TI.dtype).t()
@@ -358,7 +374,7 @@ def _apply(x_TI: torch.Tensor, linears: Linears) -> tuple[torch.Tensor, list[tor
 
 def _input_grad(dout_TO: torch.Tensor, linears: Linears) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Gradients of x and of its low-rank images."""
-    dx, dlows = dout_TO @ linears.weight, []
+    dx, dlows = linears.input_gradient(dout_TO), []
     for adapter in linears.adapters:
         part = dout_TO[:, adapter.start : adapter.end]
         dlow = (part @ adapter.b.weight.to(part.dtype)).mul_(adapter.scale)

@@ -24,10 +24,12 @@ from trimtab.base.errors import ModelError
 from trimtab.base.suggestions import is_local
 from trimtab.config.schema import Model
 from trimtab.model.adapters import has_adapters, merged_state
+from trimtab.model.codes import quantise_layers
 from trimtab.model.context import HYBRIDS, served_layers
 from trimtab.model.names import inside_run, near_models
 from trimtab.model.schemes import QUANTISED, Scheme, read_scheme
 from trimtab.model.stored import Stored
+from trimtab.model.stored_codes import folder_of, holds_plain_layers, kind_stored, load_stored
 from trimtab.model.text_part import experts_turned, sees, text_config, text_names
 from trimtab.model.transfer import host_state
 from trimtab.model.versions import STATES_ARE_HANDED
@@ -87,9 +89,11 @@ def resolve_dtype(model: Model, device: torch.device) -> torch.dtype:
 
 
 def load_model(model: Model, device: torch.device) -> Any:
-    """The model on its device, in its working type, with nothing quantised."""
+    """The model on its device, in its working type; its layers in codes where `model.base` says so, and else nothing."""
     source = find_source(model.path)
     dtype = resolve_dtype(model, device)
+    if (settings := _read_codes(model, source)) is not None:
+        return _load_codes(model, source, settings, dtype, device)
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": model.trust_remote_code, **source.options}
     if dtype == torch.float64:
         options["experts_implementation"] = "eager"  # the grouped matrix product has no float64 kernel
@@ -111,7 +115,42 @@ def load_model(model: Model, device: torch.device) -> Any:
         _forget_quantisation(loaded)
     if wrapped and scheme is None:
         setattr(loaded, WHOLE, source.location)
-    return loaded.to(device=device, dtype=dtype)
+    return _put_in_place(model, loaded.to(dtype=dtype), device)
+
+
+def _read_codes(model: Model, source: ModelSource) -> Any:
+    """The settings of a checkpoint's codes, where these are read as they are or, of four bits, as what they stand for."""
+    if source.gguf_file:
+        return None
+    with _as_model_error(f"model.path: cannot read the config of {model.path!r}", source.also):
+        config = AutoConfig.from_pretrained(source.location, trust_remote_code=model.trust_remote_code)
+    return getattr(config, "quantization_config", None) if reads_codes(model, config) else None
+
+
+def reads_codes(model: Model, config: Any) -> bool:
+    """A checkpoint's codes stay as they are under adapters; nobody else reads four bits."""
+    kind = kind_stored(getattr(config, "quantization_config", None))
+    if kind is None or model.trust_remote_code or not holds_plain_layers(config):
+        return False
+    stays = model.lora is not None and model.base in ("auto", kind)
+    return stays or (kind == "4bit" and (model.lora is not None or model.base == "bf16"))
+
+
+def _load_codes(model: Model, source: ModelSource, settings: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """A model whose checkpoint stores codes: in these codes, or in none or others where `model.base` says so."""
+    plain = model.base not in ("auto", kind_stored(settings))
+    with _as_model_error(f"model.path: cannot load {model.path!r}", source.also):
+        folder = folder_of(source.location)
+        loaded = load_stored(folder, load_config(model), settings, dtype, plain)
+    _make_savable(loaded)
+    return _put_in_place(model, loaded, device) if plain else loaded.to(device=device)
+
+
+def _put_in_place(model: Model, loaded: Any, device: torch.device) -> Any:
+    """The model on its device, its layers put into codes on the way where `model.base` says so."""
+    if model.base in ("fp8", "4bit"):
+        quantise_layers(loaded, model.base, device)
+    return loaded.to(device=device)
 
 
 def _load_stored(
@@ -223,9 +262,13 @@ def _read_config(model: Model) -> tuple[Any, Scheme | None, bool]:
         else:
             config = AutoConfig.from_pretrained(source.location, trust_remote_code=model.trust_remote_code)
     if not source.gguf_file:
-        scheme = read_scheme(model.path, vars(config)) or read_scheme(
-            model.path, vars(getattr(config, "text_config", config))
-        )
+        if reads_codes(model, config):
+            del config.quantization_config
+        else:
+            refuse_codes(model, getattr(config, "quantization_config", None))
+            scheme = read_scheme(model.path, vars(config)) or read_scheme(
+                model.path, vars(getattr(config, "text_config", config))
+            )
     remote = model.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if remote and scheme is not None:
         raise ModelError(
@@ -249,6 +292,15 @@ def _read_config(model: Model) -> tuple[Any, Scheme | None, bool]:
 def _read_gguf(source: ModelSource, changed: int, size: int) -> Any:
     """The config in a GGUF file: read once until the file changes, as it takes seconds (the vocabulary lies beside it)."""
     return AutoConfig.from_pretrained(source.location, gguf_file=source.gguf_file)
+
+
+def refuse_codes(model: Model, found: Any) -> None:
+    """Refuse a checkpoint in four bits that is to be trained whole as it is."""
+    if kind_stored(found) == "4bit":
+        raise ModelError(
+            f"model.path: {model.path!r} holds quantised weights (bitsandbytes), which cannot be trained. Set model.lora to "
+            "train adapters over them as they are, or model.base: bf16 to train what they stand for."
+        )
 
 
 def refuse_unsupported(made: Any, name: str, config: Any) -> None:
@@ -308,9 +360,17 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def is_part(model: Model) -> bool:
+    """What is trained is the text part of a model that also sees, and is saved as such."""
+    if not Path(model.path).expanduser().exists() and is_local(model.path):
+        return False  # it has been moved since
+    _, scheme, wrapped = _read_config(model)
+    return wrapped and scheme is None
+
+
 def remember_whole(loaded: Any, model: Model) -> Any:
     """Have a text part that is loaded from elsewhere, such as a checkpoint, saved as the model is that it came from."""
-    if scheme_of(model) is None and _read_config(model)[2]:
+    if is_part(model):
         setattr(loaded, WHOLE, find_source(model.path).location)
     return loaded
 

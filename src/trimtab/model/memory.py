@@ -73,15 +73,20 @@ def device_room(device: torch.device, outside: int = 0) -> int:
     return min(torch.cuda.mem_get_info(device)[0], int(share) - held - outside)
 
 
-def in_parts(work: Callable[[slice], None], count: int, device: torch.device) -> Shortage | None:
+def in_parts(
+    work: Callable[[slice], None],
+    count: int,
+    device: torch.device,
+    trying: Callable[[Callable[[slice], None], slice], Shortage | None] = attempt,
+) -> Shortage | None:
     """Do `work` on all of `count` items, in halves of halves where memory runs out; a Shortage if it does with a single one.
 
-    For work on each item by itself, which may be repeated.
+    For work on each item by itself, which may be repeated. `trying`: `attempt`, or one that others have a say in.
     """
     pending = [slice(0, count)]
     while pending:
         part = pending.pop()
-        outcome = attempt(work, part)
+        outcome = trying(work, part)
         if isinstance(outcome, Shortage):
             if part.stop - part.start <= 1:
                 return outcome

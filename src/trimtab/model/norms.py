@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-ROUNDED, WIDE, OFFSET = 1, 2, 3
-"""How a norm applies its weight (0: there is no norm): to the rounded value; in float32; in float32, one larger than stored."""
+ROUNDED, WIDE, OFFSET, CENTRED = 1, 2, 3, 4
+"""How a norm applies its weight (0: there is no norm): to the rounded value; in float32; in float32, one larger than stored; in
+float32, to a value less its mean."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +22,14 @@ class Norm:
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """RMS norm of each query and key head before rotation."""
+    """RMS norm of queries and of keys before rotation: of each head, or of all heads together."""
 
     query: torch.Tensor
     key: torch.Tensor
     eps: float
     kind: int
+    whole: bool = False
+    """Of all heads together."""
 
 
 @dataclass(frozen=True)
@@ -35,3 +38,5 @@ class Rotary:
 
     cos: torch.Tensor
     sin: torch.Tensor
+    neighbours: bool = False
+    """Neighbouring dimensions turn together; otherwise one of the first half with one of the second."""

@@ -16,11 +16,15 @@ from itertools import accumulate, groupby
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from trimtab.model.attention import Rules, causal_window, dense_attention
 from trimtab.model.recurrent import Mixer, PackedMixing
 from trimtab.model.transfer import to_device
 from trimtab.model.versions import grouped_varlen_attn
+
+MAX_MASK_ELEMENTS = 2**25
+"""Most elements of a mask: the queries of a longer segment are taken some at a time."""
 
 
 class PackedPlan:
@@ -41,8 +45,10 @@ class PackedPlan:
         assert prefixes is None or before is None
         self.lengths = lengths
         self.device = torch.device(device)
-        self._prefixes = list(prefixes) if prefixes is not None else [None] * len(lengths)
+        self._prefixes: list[int | None] = list(prefixes) if prefixes is not None else [None] * len(lengths)
         self._before = list(before) if before else [0 if p is None else lengths[p] for p in self._prefixes]
+        self._continues = before is not None and any(before)
+        """Segments go on from what is not in the row."""
         self.runs = [
             (before, length, len(list(same))) for (before, length), same in groupby(zip(self._before, lengths))
         ]
@@ -115,6 +121,8 @@ class PackedPlan:
         return PackedMixing(self.lengths, self._prefixes, self.device, take_rows)
 
     def recur(self, mixer: Mixer, x_TE: torch.Tensor) -> torch.Tensor:
+        whole = not self._continues and x_TE.shape[0] == sum(self.lengths)
+        assert whole, "a layer that carries a state needs all tokens of a sequence in one place"
         return self._mixing(mixer, x_TE)
 
     def _lay_out(self, x_TKD: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
@@ -129,8 +137,16 @@ class PackedPlan:
         """Neighbouring segments of equal length as the rows of one dense call."""
         before, length, count = self.runs[run]
         q_NHLD, k_NKSD, v_NKSD = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in (q, k, v))
-        allowed = self._allowed(before, length, rules.window) if before else None
-        return dense_attention(q_NHLD, k_NKSD, v_NKSD, rules, allowed).transpose(1, 2).flatten(0, 1)
+        if not before or length * (before + length) <= MAX_MASK_ELEMENTS:
+            allowed = self._allowed(before, length, rules.window) if before else None
+            return dense_attention(q_NHLD, k_NKSD, v_NKSD, rules, allowed).transpose(1, 2).flatten(0, 1)
+        found, step = [], max(1, MAX_MASK_ELEMENTS // (before + length))
+        for first in range(0, length, step):
+            seen = before + min(first + step, length)
+            some = q_NHLD[:, :, first : first + step], k_NKSD[:, :, :seen], v_NKSD[:, :, :seen]
+            # Masks of all parts together would be as large as that of the whole: they are made again in the backward pass.
+            found.append(checkpoint(_last_queries, *some, rules, use_reentrant=False, preserve_rng_state=False))
+        return torch.cat(found, 2).transpose(1, 2).flatten(0, 1)
 
     def _allowed(self, before: int, length: int, window: int | None) -> torch.Tensor:
         """The mask, made once a forward pass: it is the same for all layers with the same window."""
@@ -144,6 +160,13 @@ class PackedPlan:
         left = -1 if rules.window is None else rules.window - 1
         where = (self._offsets, self._key_offsets, max(self.lengths), self.longest)
         return grouped_varlen_attn(q_THD, k_TKD, v_TKD, *where, rules.scale, left)
+
+
+def _last_queries(q_NHLD: torch.Tensor, k_NKSD: torch.Tensor, v_NKSD: torch.Tensor, rules: Rules) -> torch.Tensor:
+    """Attention of the queries that end with the last key."""
+    at = torch.arange(k_NKSD.shape[2], device=q_NHLD.device)
+    mask = causal_window(at[len(at) - q_NHLD.shape[2] :], at, rules.window)
+    return dense_attention(q_NHLD, k_NKSD, v_NKSD, rules, mask)
 
 
 def take_rows(x_TX: torch.Tensor, rows_S: torch.Tensor) -> torch.Tensor:

@@ -19,8 +19,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from trimtab.model.codes import QuantisedLinear
 from trimtab.model.experts import expert_modules
-from trimtab.model.norms import OFFSET, ROUNDED, WIDE, HeadNorm, Norm, Rotary
+from trimtab.model.norms import CENTRED, OFFSET, ROUNDED, WIDE, HeadNorm, Norm, Rotary
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import LayerShape
 from trimtab.model.sizes import BLOCK, FUSED_FAMILIES
@@ -31,6 +32,23 @@ ACTIVATIONS = {"SiLU": SILU, "SiLUActivation": SILU, "GELUTanh": GELU_TANH, "Pyt
 STATIC_ROTATIONS = {"default", "linear", "llama3", "yarn", "proportional"}
 """tests/rollout/test_decode_kernels.py compares each of them. Others look alike and are not: a layer that does not rotate, or
 normalises under another name, would pass a comparison of a few tokens in bfloat16."""
+NOT_ROTATED = "not rotated"
+"""The kind of a layer whose queries and keys are not turned."""
+NEIGHBOURS = {"glm", "glm4", "cohere", "cohere2", "ernie4_5", "helium"}
+"""Families in which neighbouring dimensions turn together."""
+FROM_HALVES = {"glm", "glm4", "ernie4_5", "helium"}
+"""Of these, the ones whose tables are made for halves; each column is used for two neighbours."""
+NORM_PLACES = ("before_attention", "after_attention", "before_mlp", "after_mlp")
+NORM_NAMES = (
+    ("input_layernorm", "", "post_attention_layernorm", ""),
+    ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),  # glm4
+    ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),  # olmo2, olmo3, exaone4
+    ("input_layernorm", "", "", ""),  # cohere
+    ("input_layernorm", "", "pre_feedforward_layernorm", ""),  # vaultgemma
+)
+"""What decoder layers call their norms, by place."""
+SERVED_LINEARS = (nn.Linear, QuantisedLinear)
 _norm_kinds: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """Of norms that were tried. They are read again, without a kernel, when their weights have been put elsewhere."""
 
@@ -72,6 +90,64 @@ class Linears:
         """The weights of all, stacked."""
         assert self._weight is not None
         return self._weight
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the products compute in."""
+        return self.weights[0].dtype
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return sum(weight.shape[0] for weight in self.weights), self.weights[0].shape[1]
+
+    def product(self, x_TI: torch.Tensor, out_TO: torch.Tensor | None = None) -> torch.Tensor:
+        """x W^T + b, adapters left out."""
+        if self.bias is None:
+            return torch.mm(x_TI, self.weight.t(), out=out_TO)
+        return torch.addmm(self.bias, x_TI, self.weight.t(), out=out_TO)
+
+    def input_gradient(self, dout_TO: torch.Tensor) -> torch.Tensor:
+        """The gradient of x, adapters left out."""
+        return dout_TO @ self.weight
+
+
+class QuantisedLinears(Linears):
+    """The same with weights in codes, each by itself: they are frozen, and no product of theirs is larger than its matrix."""
+
+    def __init__(
+        self,
+        store: WeightStore,
+        linears: Sequence[QuantisedLinear],
+        biases: Sequence[torch.Tensor] | None,
+        adapters: list[Adapter],
+    ) -> None:
+        self.linears = linears
+        super().__init__(store, [], biases, adapters)
+
+    def _join(self, store: WeightStore) -> torch.Tensor | None:
+        return None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.linears[0].computes_in
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return sum(linear.out_features for linear in self.linears), self.linears[0].in_features
+
+    def product(self, x_TI: torch.Tensor, out_TO: torch.Tensor | None = None) -> torch.Tensor:
+        out = x_TI.new_empty((x_TI.shape[0], self.size[0])) if out_TO is None else out_TO
+        for linear, part in zip(self.linears, out.split([linear.out_features for linear in self.linears], 1)):
+            linear.product(x_TI, part)
+        return out if self.bias is None else out.add_(self.bias)
+
+    def input_gradient(self, dout_TO: torch.Tensor) -> torch.Tensor:
+        parts = dout_TO.split([linear.out_features for linear in self.linears], 1)
+        dx, *others = (linear.input_gradient(part) for linear, part in zip(self.linears, parts))
+        for other in others:
+            dx += other
+        return dx
 
 
 class GatheredLinears(Linears):
@@ -122,6 +198,13 @@ class LayerParts:
     after_mlp: Norm | None
     factor: float
     """What is added to the residual is multiplied by this."""
+    parallel: bool = False
+    """Attention and feed-forward part read the same norm, and are added together."""
+
+    @property
+    def each_head_norm(self) -> HeadNorm | None:
+        """The norm of heads one by one."""
+        return None if self.head_norm is None or self.head_norm.whole else self.head_norm
 
     @property
     def linears(self) -> list[Linears]:
@@ -181,41 +264,56 @@ def kinds_and_factor(policy: Policy, shapes: dict[int, LayerShape]) -> tuple[lis
         raise Unfusable("its keys and values are of different sizes")
     kinds = getattr(policy.config, "layer_types", None) or ["full_attention"] * len(shapes)
     _check_rotation(body)
-    return list(kinds), _embedding_factor(body.embed_tokens, policy)
+    turned = (rotates(policy.config.model_type, _child(layer, "self_attn")) for layer in body.layers)
+    kinds = [kind if turns else NOT_ROTATED for kind, turns in zip(kinds, turned)]
+    return kinds, _embedding_factor(body.embed_tokens, policy)
 
 
 def read_layer(
     layer: nn.Module, store: WeightStore, shape: LayerShape, kind: str, linears: type[Linears] = Linears
 ) -> LayerParts:
     attention, mlp = _child(layer, "self_attn"), _child(layer, "mlp")
-    norms = {
-        name: read_norm(getattr(layer, name)) if hasattr(layer, name) else None
-        for name in (
-            "input_layernorm",
-            "post_attention_layernorm",
-            "pre_feedforward_layernorm",
-            "post_feedforward_layernorm",
-        )
-    }
-    sandwiched = norms["post_feedforward_layernorm"] is not None
-    after_attention = norms["post_attention_layernorm"] if sandwiched else None
-    before_mlp = norms["pre_feedforward_layernorm"] if sandwiched else norms["post_attention_layernorm"]
-    joined = partial(_joined, partial(linears, store))
+    places = _places(layer)
+    norms = {place: read_norm(getattr(layer, name)) for place, name in places.items()}
+    if any(place.startswith("after") and norm.kind == CENTRED for place, norm in norms.items()):
+        raise Unfusable("what is added to the residual is centred")
+    joined = partial(_joined, store, linears)
     mixture = mlp if expert_modules(mlp) else None
     return LayerParts(
         kind,
         shape,
-        norms["input_layernorm"],
+        norms.get("before_attention"),
         joined(attention, ["qkv_proj"], ["q_proj", "k_proj", "v_proj"]),
         _head_norm(attention, shape),
         joined(attention, ["o_proj"], ["dense"]),
-        after_attention,
-        before_mlp,
+        norms.get("after_attention"),
+        norms.get("before_mlp"),
         None if mixture is not None else _dense(mlp, joined),
         mixture,
-        norms["post_feedforward_layernorm"],
+        norms.get("after_mlp"),
         float(getattr(layer, "residual_multiplier", 1.0)),
+        parallel=set(places) == {"before_attention"},
     )
+
+
+def _places(layer: nn.Module) -> dict[str, str]:
+    """Where a layer has its norms, and what they are called there: names of some places are those of others elsewhere."""
+    for names in NORM_NAMES:
+        found = {place: name for place, name in zip(NORM_PLACES, names) if name}
+        if {name for name, module in layer.named_children() if "norm" in name} == set(found.values()):
+            return found
+    raise Unfusable(f"{type(layer).__name__} has norms in places that have no kernel")
+
+
+def rotates(model_type: str, attention: nn.Module) -> bool:
+    """The layer turns queries and keys by their positions."""
+    if model_type == "smollm3":
+        return bool(attention.use_rope)
+    if model_type == "cohere2":
+        return attention.sliding_window is not None
+    if model_type == "exaone4":
+        return attention.sliding_window is None or bool(attention.is_sliding)
+    return True
 
 
 def _dense(mlp: nn.Module, joined: Callable[..., Linears]) -> DensePart:
@@ -240,7 +338,7 @@ def _child(module: nn.Module, name: str) -> nn.Module:
     return child
 
 
-def _joined(make: Callable[..., Linears], owner: nn.Module, *choices: list[str]) -> Linears:
+def _joined(store: WeightStore, make: Callable[..., Linears], owner: nn.Module, *choices: list[str]) -> Linears:
     """The product of the first choice of linear layers that the owner has, their weights in one storage."""
     for names in choices:
         modules = [getattr(owner, name, None) for name in names]
@@ -256,16 +354,19 @@ def _joined(make: Callable[..., Linears], owner: nn.Module, *choices: list[str])
             end = start + linear.out_features
             adapters += [Adapter(a, b, scale, start, end) for a, b, scale in added]
             start = end
-        return make([l.weight for l in linears], None if biases[0] is None else biases, adapters)
+        codes = [linear for linear in linears if isinstance(linear, QuantisedLinear)]
+        if len(codes) == len(linears):
+            return QuantisedLinears(store, codes, None if biases[0] is None else biases, adapters)
+        return make(store, [l.weight for l in linears], None if biases[0] is None else biases, adapters)
     raise Unfusable(f"{type(owner).__name__} has no linear layers {' or '.join(', '.join(c) for c in choices)}")
 
 
 def _linear(module: nn.Module) -> tuple[nn.Linear, list[tuple[nn.Linear, nn.Linear, float]]]:
     """A linear layer and what PEFT's LoRA adds to it: (A, B, scale) of each active adapter."""
-    if type(module) is nn.Linear:
-        return module, []
+    if type(module) in SERVED_LINEARS:
+        return module, []  # type: ignore[return-value]
     base: Any = getattr(module, "base_layer", None)
-    if type(base) is not nn.Linear or not hasattr(module, "lora_A"):
+    if type(base) not in SERVED_LINEARS or not hasattr(module, "lora_A"):
         raise Unfusable(f"{type(module).__name__} is not a linear layer that Trimtab supports")
     layer: Any = module
     if layer.merged or any(layer.use_dora.get(name, False) for name in layer.active_adapters):
@@ -282,7 +383,7 @@ def read_norm(module: nn.Module) -> Norm:
     """An RMS norm as the module computes it."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if weight is None or eps is None or getattr(module, "bias", None) is not None:
+    if weight is None or weight.ndim != 1 or eps is None or getattr(module, "bias", None) is not None:
         raise Unfusable(f"{type(module).__name__} is not an RMS norm")
     if module not in _norm_kinds:
         _norm_kinds[module] = _tried(module, weight.data, eps)
@@ -300,6 +401,9 @@ def _tried(norm: nn.Module, weight: torch.Tensor, eps: float) -> int:
         WIDE: (wide * weight.float()).to(x.dtype),
         OFFSET: (wide * (1.0 + weight.float())).to(x.dtype),
     }
+    centred = x.float() - x.float().mean(-1, keepdim=True)
+    centred = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps)
+    tries[CENTRED] = (centred * weight.float()).to(x.dtype)
     gaps = {kind: (found - guess.float()).abs().max().item() for kind, guess in tries.items()}
     kind = min(gaps, key=lambda k: gaps[k])
     if not gaps[kind] <= 0.02 * found.abs().max().item():
@@ -314,11 +418,13 @@ def _head_norm(attention: nn.Module, shape: LayerShape) -> HeadNorm | None:
     if modules[0] is None or modules[1] is None:
         raise Unfusable("only queries or only keys are normalised")
     query, key = read_norm(modules[0]), read_norm(modules[1])
-    if query.weight.numel() != shape.key[1] or key.weight.numel() != shape.key[1]:
-        raise Unfusable("queries are normalised over all heads together")
-    if (query.eps, query.kind) != (key.eps, key.kind):
-        raise Unfusable("queries and keys are normalised differently")
-    return HeadNorm(query.weight, key.weight, query.eps, query.kind)
+    sizes = (query.weight.numel(), key.weight.numel())
+    whole = sizes == (shape.heads * shape.key[1], shape.key[0] * shape.key[1])
+    if sizes != (shape.key[1], shape.key[1]) and not whole:
+        raise Unfusable("queries are normalised over some heads together")
+    if (query.eps, query.kind) != (key.eps, key.kind) or query.kind == CENTRED:
+        raise Unfusable("queries and keys are normalised differently, or centred")
+    return HeadNorm(query.weight, key.weight, query.eps, query.kind, whole and sizes[0] != shape.key[1])
 
 
 def _embedding_factor(module: nn.Module, policy: Policy) -> float:
@@ -344,12 +450,18 @@ def _check_rotation(body: Any) -> None:
 @torch.no_grad()
 def _rotary_table(policy: Policy, kind: str, positions: int) -> Rotary:
     """The model's own cos and sin for positions 0, 1, …"""
+    if kind == NOT_ROTATED:
+        cos = torch.ones((positions, 2), dtype=policy.dtype, device=policy.device)
+        return Rotary(cos, torch.zeros_like(cos))
     rotary = policy.body.rotary_emb
     at = torch.arange(positions, device=policy.device)[None]
     like = torch.empty(1, dtype=policy.dtype, device=policy.device)
     takes_kind = "layer_type" in inspect.signature(rotary.forward).parameters
     cos, sin = rotary(like, at, kind) if takes_kind else rotary(like, at)
-    return Rotary(cos[0].contiguous(), sin[0].contiguous())
+    cos, sin = cos[0], sin[0]
+    if policy.config.model_type in FROM_HALVES:
+        cos, sin = (x[:, : x.shape[1] // 2].repeat_interleave(2, 1) for x in (cos, sin))
+    return Rotary(cos.contiguous(), sin.contiguous(), policy.config.model_type in NEIGHBOURS)
 
 
 def rotary_tables(policy: Policy, kinds: Iterable[str], positions: int, known: dict[str, Rotary]) -> dict[str, Rotary]:

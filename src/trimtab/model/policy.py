@@ -20,6 +20,7 @@ from trimtab.base.errors import ModelError
 from trimtab.config.schema import Model
 from trimtab.model.activation_offload import ActivationOffload
 from trimtab.model.attention import ATTENTION_NAME, AttentionPlan
+from trimtab.model.codes import parameter_elements
 from trimtab.model.context import context_of
 from trimtab.model.experts import add_expert_gradients_to, use_grouped_experts
 from trimtab.model.gradients import Gradients
@@ -130,7 +131,7 @@ class Policy:
         return [p for p in self.model.parameters() if p.requires_grad]
 
     def parameter_count(self) -> int:
-        return sum(p.numel() for p in self.model.parameters())
+        return parameter_elements(self.model)
 
     def hidden(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """Last hidden state of every token of one packed row, [T, E]."""

@@ -16,12 +16,11 @@ import torch
 
 from trimtab.base.errors import ModelError
 from trimtab.model.schemes import Scheme
+from trimtab.model.sizes import READ_CHUNK_ELEMENTS
 
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """What four bits mean (E2M1)."""
 FP8_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-CHUNK_ELEMENTS = 2**25
-"""Most elements that are in float32 at a time."""
 SCALES = ("_scale_inv", "_scale")
 """How the name of a scale ends that is otherwise its weight's."""
 IGNORED = (".activation_scale", ".input_scale", ".input_activation_scale", ".k_scale", ".v_scale", ".weight_shape")
@@ -92,7 +91,7 @@ def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
     values = torch.tensor(FP4_VALUES, dtype=torch.float32, device=blocks.device)
     flat, exponents = blocks.reshape(-1, rows, groups, width), scales.reshape(-1, rows, groups)
     out = torch.empty((flat.shape[0], groups * width * 2, rows), dtype=dtype, device=blocks.device)
-    step = max(1, CHUNK_ELEMENTS // (groups * width * 2))
+    step = max(1, READ_CHUNK_ELEMENTS // (groups * width * 2))
     for one, exponent, whole in zip(flat, exponents, out):
         for first in range(0, rows, step):
             part = one[first : first + step]
@@ -121,7 +120,7 @@ def from_fp8(
         raise ModelError(f"{name} of shape {tuple(values.shape)} has scales of shape {tuple(scales.shape)}{grid}.")
     out = torch.empty(values.shape, dtype=dtype, device=values.device)
     grid_of = wide.expand(*values.shape[:-2], *wide.shape[-2:]).reshape(-1, *wide.shape[-2:])
-    step = max(high, CHUNK_ELEMENTS // columns // high * high)
+    step = max(high, READ_CHUNK_ELEMENTS // columns // high * high)
     for one, scale, whole in zip(values.reshape(-1, rows, columns), grid_of, out.view(-1, rows, columns)):
         for first in range(0, rows, step):
             last = min(rows, first + step)

@@ -15,7 +15,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -93,10 +92,12 @@ class Mixer(nn.Module):
     """Put before the class of a mixer of transformers: a call that brings an attention plan is the plan's to make."""
 
     layer_idx: int
+    cache_name: str
+    """What its class calls the cache that it is handed."""
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, attention_plan: Any = None, **kwargs: Any) -> Any:
         if attention_plan is None:
-            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+            return super().forward(hidden_states, *args, **kwargs)
         assert hidden_states.shape[0] == 1
         return attention_plan.recur(self, hidden_states.squeeze(0))[None]
 
@@ -108,11 +109,11 @@ class Mixer(nn.Module):
         With one token each, what `state` holds may be changed.
         """
         handed: Any = _Handed(state)
-        named = {_cache_name(type(self)): handed, "attention_mask": mask_NL}
+        named = {self.cache_name: handed, "attention_mask": mask_NL}
         limit = getattr(self, "time_step_limit", None)
         if limit is not None and state is not None and x_NLE.shape[1] == 1:
             named["dt_limit"] = limit
-        out_NLE = super().forward(x_NLE, **named)  # type: ignore[misc]
+        out_NLE = super().forward(x_NLE, **named)
         return out_NLE, State(handed.conv, handed.recurrent)
 
     @property
@@ -122,15 +123,15 @@ class Mixer(nn.Module):
         return all(linear.bias is None for linear in linears)
 
 
-@cache
-def _cache_name(kind: type) -> str:
-    named = inspect.signature(kind.__mro__[2].forward).parameters  # type: ignore[attr-defined]
-    return next(name for name in CACHE_NAMES if name in named)
+_planned_kinds: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-@cache
 def _planned(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (Mixer, kind), {})
+    if kind not in _planned_kinds:
+        named = inspect.signature(kind.forward).parameters
+        cache_name = next(name for name in CACHE_NAMES if name in named)
+        _planned_kinds[kind] = type(kind.__name__, (Mixer, kind), {"cache_name": cache_name})
+    return _planned_kinds[kind]
 
 
 def let_plans_mix(body: nn.Module) -> None:
@@ -226,7 +227,9 @@ class PackedMixing:
 
     def __call__(self, mixer: Mixer, x_TE: torch.Tensor) -> torch.Tensor:
         batches, rows, masks, back_T = self._plan(mixer.can_pad)
-        place, states, outs = self._place(batches), [], []
+        place = self._place(batches)
+        states: list[State] = []
+        outs: list[torch.Tensor] = []
         for batch, rows_NL, mask_NL in zip(batches, rows, masks):
             state = None
             if not batch.begins:

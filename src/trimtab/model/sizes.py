@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 FUSED_FAMILIES = {
-    "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite", "qwen3_moe", "mixtral", "qwen2_moe",
+    "cohere", "cohere2", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "granite", "llama", "ministral", "mistral",
+    "mixtral", "olmo2", "olmo3", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "vaultgemma",
 }  # fmt: skip
 """Model families (`model_type`) that have fused layers (model/parts.py)."""
 TOKEN_SUM_PROGRAMS = 2112
@@ -21,9 +22,17 @@ BLOCK = 256
 of it (model/weights.py)."""
 MOMENT_CHUNK_ELEMENTS = 2**22
 """Most elements whose 8-bit moments are unpacked to full precision at a time (update/eightbit.py)."""
+READ_CHUNK_ELEMENTS = 2**23
+"""Most elements of a stored weight that are widened at a time (model/quantised.py), in each of `READ_THREADS` threads."""
+READ_THREADS = 4
+"""Threads in which transformers reads weights."""
 MERGE_CHUNK_ELEMENTS = 2**23
 """Most elements of a weight that are in float32 at a time while adapters are merged into a copy of it (rollout/native/fused.py).
 Without this limit, one layer of a large model would take half a GiB."""
+MAX_QUANTISED_ELEMENTS = 2**22
+"""Elements that are put into codes at a time: what is made on the way takes several times their memory."""
+FP8_BLOCK, FOUR_BIT_BLOCK = 128, 64
+"""Rows and columns that share a scale in 8 bits, and elements that share one in 4 (model/codes.py)."""
 
 
 def prompt_slots(rows: int) -> int:

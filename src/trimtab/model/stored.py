@@ -35,15 +35,15 @@ class Stored:
         self.tensors = stored_tensors(self.files, scheme)
 
     @contextmanager
-    def opened(self) -> Iterator[dict[str, Waiting]]:
+    def opened(self) -> Iterator[dict[str, StoredSlice]]:
         """The weights by their names in the model, read and dequantised when they are asked for."""
         with ExitStack() as stack:
             files = {file: stack.enter_context(safe_open(file, framework="pt")) for file in {*self.files.values()}}
-            yield {one.name: Waiting(self, one, files) for one in self.tensors}
+            yield {one.name: StoredSlice(self, one, files) for one in self.tensors}
 
 
 @dataclass(frozen=True)
-class Waiting:
+class StoredSlice:
     """A weight in a file. `[...]` reads it, as with the slices that transformers loads from."""
 
     stored: Stored

@@ -75,10 +75,16 @@ class Job:
     """Most new tokens of a sample."""
     eval_sequences: int = 0
     eval_completion: int = 0
+    stored: str | None = None
+    """How the checkpoint stores its weights, where they are dequantised on loading."""
     rank: int = 0
     """Rank of the adapters; 0: every parameter is trained."""
+    base: str = "plain"
+    """How frozen weights under adapters are stored: plain, fp8 or 4bit (`model.base`)."""
     adapters: int = 0
     """Parameters of the adapters."""
+    kv_stored: str = "auto"
+    """How the engine stores keys and values (`model.kv_dtype`)."""
     reference: bool = False
     """The reference policy has weights of its own."""
     critic: ModelShape | None = None
@@ -121,6 +127,20 @@ class Job:
     """New tokens of a sequence at evenly spaced quantiles, where they are known; empty: all are as long as they may be."""
 
     correction: Correction = NO_CORRECTION
+
+    @property
+    def quantised(self) -> bool:
+        """Weights of layers are stored in codes."""
+        return self.base != "plain"
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of a token's keys and values in all layers; a head of codes has a byte of scale."""
+        if self.kv_stored == "fp8":
+            return self.shape.whole_kv_elements + 2 * sum(block.kv_heads for block in self.shape.blocks)
+        if self.kv_stored == "bf16":
+            return 2 * self.shape.whole_kv_elements
+        return self.shape.kv_elements * self.itemsize
 
     @property
     def sequences(self) -> int:

@@ -20,7 +20,7 @@ def least_kv_bytes(job: Job, run: Run, sequences: int, page_tokens: int) -> int:
 def kv_bytes(job: Job, sequences: int, tokens: int, page_tokens: int) -> int:
     """Bytes for `sequences` sequences of `tokens` tokens, in whole pages, plus the page that a fork copies."""
     pages = -(-tokens // page_tokens) + 1
-    return sequences * pages * page_tokens * job.shape.kv_elements * job.itemsize
+    return sequences * pages * page_tokens * job.kv_token_bytes
 
 
 def step_kv_bytes(job: Job, run: Run, at_once: int, page_tokens: int) -> int:
@@ -41,7 +41,7 @@ def shared_kv_bytes(job: Job, run: Run, sequences: int, samples: int, new_tokens
     groups = min(sequences, -(-sequences // samples) + (0 if sequences % samples == 0 else 1))
     shared = -(-job.typical_prompt // page_tokens)
     own = -(-(min(job.typical_prompt, page_tokens - 1) + new_tokens) // page_tokens)
-    return (groups * shared + sequences * own) * page_tokens * job.shape.kv_elements * job.itemsize
+    return (groups * shared + sequences * own) * page_tokens * job.kv_token_bytes
 
 
 def carried_bytes(job: Job, run: ResolvedRun) -> int:
@@ -49,3 +49,8 @@ def carried_bytes(job: Job, run: ResolvedRun) -> int:
     idle row, and prompts that wait to be forked, beside its rows."""
     rows = run.rollout.max_sequences
     return (rows if run.external else rows + 1 + prompt_slots(rows)) * job.shape.state_bytes(job.itemsize)
+
+
+def kv_cut(job: Job, parts: int) -> int:
+    """Devices that the KV cache is cut over: where there are fewer heads than devices, several hold the same head."""
+    return min(parts, *(block.kv_heads for block in job.shape.kinds))

@@ -22,16 +22,19 @@ from trimtab.model.sizes import (
     PIECES_ON_DEVICE,
     REWARD_ROW_TOKENS,
 )
-from trimtab.plan.activations import MicroBatchSize, UpdatePath, score_peak, update_peak
-from trimtab.plan.job import NO_CORRECTION, Job, Machine
-from trimtab.plan.kv import STATES, carried_bytes
+from trimtab.plan.activations import MicroBatchSize, UpdatePath, score_peak
+from trimtab.plan.job import Job, Machine
+from trimtab.plan.kv import STATES, carried_bytes, kv_cut
 from trimtab.plan.placement import SINGLE_DEVICE, Placement
+from trimtab.plan.quantised import dequantised_matrix, quantising
+from trimtab.plan.reading import reading_bytes
 from trimtab.plan.rows import row_here
 from trimtab.plan.states import (
     FROZEN,
     buffer_bytes,
     critic_state,
     critic_trained,
+    engine_weights,
     gathered_bytes,
     gradient_bytes,
     gradient_itemsize,
@@ -42,6 +45,7 @@ from trimtab.plan.states import (
     reference_bytes,
     waiting_state_bytes,
 )
+from trimtab.plan.update_work import critic_path, rounding_bytes, update_work
 
 # Measured on an H200 with driver 580 (docs/log.md): 619 MiB at the first tensor, 685 after the first product, and at most 823
 # when all kernels of rollout and update are loaded and graphs of SmolLM2-135M and Qwen2.5-0.5B are captured.
@@ -56,8 +60,6 @@ KV and work: vLLM 0.25 kept 1.41 GiB at 0.5B parameters and 1.69 at 7B, SGLang 0
 CUBLAS_WORKSPACES_BYTES = 2 * 32 * MIB
 """cuBLAS takes a workspace from torch's allocator for each stream, of which there are two: the update's, and the one that graphs
 are captured on. 32 MiB each on Hopper, less on older devices."""
-ROUNDING_BYTES_PER_TENSOR = MIB // 4
-"""Lost on average by a large tensor: torch's allocator hands out a block that is up to 1 MiB larger."""
 ALLOCATOR_SLACK_SHARE = 0.02
 """Room that the allocator leaves between tensors, as a share of the most that it handed out."""
 CUDA_PROCESS_HOST_BYTES = 3 * GIB
@@ -142,17 +144,12 @@ def build_ledger(job: Job, machine: Machine, run: ResolvedRun, place: Placement 
     states = policy_and_critic(job, run, place)
     host = _host(job, machine, run, place)
     kept = (
-        "weights",
-        "adapters",
-        "reference",
-        "critic",
-        "reward models",
-        FROZEN,
-        *([] if "weights" in states else ["masters"]),
-    )
+        "weights", "adapters", "reference", "critic", "reward models", FROZEN, *([] if "weights" in states else ["masters"]),
+    )  # fmt: skip
     loaded = {name: states[name] for name in kept if name in states}
     resident = {name: size for name, size in states.items() if name != "gradients"}
-    phases, merged = [_phase("load", loaded | gathered_bytes(job, place), host)], {}
+    loading = loaded | gathered_bytes(job, place) | quantising(job)
+    phases, merged = [_phase("load", loading, host | reading_bytes(job, machine))], {}
     copy = _checkpoint_copy(job, machine, run, place) if job.training else {}
     host = host | copy
     if job.generates:
@@ -185,8 +182,8 @@ def _training_phases(
     copy: dict[str, int],
 ) -> list[Phase]:  # fmt: skip
     host, path, gathered = _host(job, machine, run, place) | copy, update_path(job, run), gathered_bytes(job, place)
-    own = {} if run.external else {"rollout weights": job.shape.parameters * job.itemsize}  # another's is in `awake`
-    copies = own | gathered
+    own = 0 if run.external else engine_weights(job, parts_of(run, place), False)  # another's is in `awake`
+    copies = {"rollout weights": own} | gathered
     whole = {} if machine.cpu else {"staging": job.shape.parameters * job.itemsize}
     staging = {} if machine.cpu or copy else {"staging": _saved_weights(job) // machine.hosts}
     stays, awake = _stays(job, machine, run, place), _awake(job, machine, run, place)
@@ -249,12 +246,12 @@ def _generating(job: Job, machine: Machine, run: ResolvedRun, place: Placement) 
     pass_ = (4 + 3 * s) * shape.hidden + s * (2 * block.projected + block.attended + 3 * block.used_width) + mixed
     pass_ += max((b.mixing.kept_bytes(s) for b in shape.kinds if b.mixing is not None), default=0)
     rows = batch * ((12 * job.longest_sequence if run.external else (16 + job.route_bytes) * job.new_tokens) + 512)
-    apart = run.external or not place.shares_weights
     copies, parts = processes_of(run), parts_of(run, place)
-    own = {"rollout weights": copies * shape.parameters * s // parts} if apart else {}
-    words = 4 * shape.vocabulary  # every device draws from all of them
-    return own | {
-        "KV cache": rollout.kv_memory // _kv_cut(job, run),
+    apart = (run.external or not place.shares_weights) * copies * engine_weights(job, parts, run.external)
+    words = 4 * shape.vocabulary * (3 if parts > 1 and not run.external else 1)  # every device draws from all, gathered
+    return dequantised_matrix(job, machine.cpu) | {
+        "rollout weights": apart,
+        "KV cache": rollout.kv_memory // kv_cut(job, parts),
         STATES: carried_bytes(job, run),
         "decode step": batch * (words + (entry - words) // parts) + rows,
         "prefill": copies * prefill * pass_ // parts,
@@ -277,7 +274,7 @@ def _merged_copy(phase: Phase, job: Job, machine: Machine) -> dict[str, int]:
     if job.shape.has_experts:  # adapters on these stay beside them
         kinds = job.shape.kinds.items()
         size = job.itemsize * sum(n * i * o for block, n in kinds for i, o in job.shape.linears(block).values())
-    if not job.rank or machine.cpu or machine.device.memory - phase.device_bytes <= 2 * size:
+    if not job.rank or job.quantised or machine.cpu or machine.device.memory - phase.device_bytes <= 2 * size:
         return {}
     return {MERGED: size}
 
@@ -319,13 +316,14 @@ def _scoring(
     visiting = {}
     if job.reference and run.offload.reference:
         visiting["reference"] = reference_bytes(job, place)
-    return resident | visiting | gathered_bytes(job, place) | work
+    return resident | visiting | gathered_bytes(job, place) | work | dequantised_matrix(job, cpu=run.device == "cpu")
 
 
 def _updating(job: Job, machine: Machine, run: ResolvedRun, path: UpdatePath, sharing: int) -> dict[str, int]:
     """`sharing`: ranks that share each micro-batch."""
     rounding = {} if machine.cpu else {"rounding": rounding_bytes(job, path)}
-    return update_work(job, row_here(job, run.token_budget, sharing, machine.devices), path) | rounding
+    row = row_here(job, run.token_budget, sharing, machine.devices)
+    return update_work(job, row, path) | rounding | dequantised_matrix(job, machine.cpu)
 
 
 def embedding_gradient(job: Job, *, first: bool) -> int:
@@ -344,26 +342,6 @@ def _improving_critic(
     trained = {"gradients": gradient_bytes(job, critic_trained(job), place)}
     passing = gathered_bytes(critic, place) | buffer_bytes(critic, place)
     return [trained | passing | _updating(critic, machine, run, critic_path(path), place.rows.critic)]
-
-
-def critic_path(path: UpdatePath) -> UpdatePath:
-    """The critic's head gives one number a token: it needs no logits."""
-    return replace(path, chunk=1, tiled_head=True)
-
-
-def update_work(job: Job, row: MicroBatchSize, path: UpdatePath) -> dict[str, int]:
-    """Bytes by component as `update_peak` counts them, corrected by what was measured."""
-    found = {name: int(job.correction.factor * size) for name, size in update_peak(job.shape, row, path).items()}
-    found["activations"] = max(0, found["activations"] + job.correction.rest)
-    return found
-
-
-def rounding_bytes(job: Job, path: UpdatePath) -> int:
-    """What the allocator's rounding adds to the tensors that layers keep; once measured, it is in the correction."""
-    if job.correction != NO_CORRECTION:
-        return 0
-    tensors = {False: 9, "some": 7, True: 1}[path.recompute]
-    return ROUNDING_BYTES_PER_TENSOR * tensors * job.shape.layers
 
 
 def _stays(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> dict[str, int]:
@@ -387,8 +365,8 @@ def _awake(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> di
 
 def _held(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> dict[str, int]:
     """What an engine holds between two rollouts if it lends nothing."""
-    kept = ("KV cache", STATES, "rollout weights") if run.external else ("KV cache", STATES)
-    return {name: size for name, size in _generating(job, machine, run, place).items() if name in kept}
+    found = _generating(job, machine, run, place)
+    return {name: found[name] for name in ("KV cache", STATES, "rollout weights")}
 
 
 def _elsewhere(found: dict[str, int]) -> int:
@@ -405,7 +383,7 @@ def processes_of(run: Run) -> int:
 
 def parts_of(run: Run, place: Placement = SINGLE_DEVICE) -> int:
     """Devices that a rollout copy of the model is cut over; the trainer's device is counted as holding one part."""
-    return max(place.tensor, run.rollout.tensor_parallel if run.external else 1)
+    return max(place.tensor, run.cut)
 
 
 def through_host(job: Job, run: Run, place: Placement = SINGLE_DEVICE) -> bool:
@@ -414,11 +392,6 @@ def through_host(job: Job, run: Run, place: Placement = SINGLE_DEVICE) -> bool:
     if place.generates_only:  # trainers on other devices send each part to its device
         return False
     return place.shard == "full" or job.shape.has_experts or parts_of(run) > 1
-
-
-def _kv_cut(job: Job, run: Run) -> int:
-    """Devices that the KV cache is cut over: where there are fewer heads than devices, several hold the same head."""
-    return min(parts_of(run), *(block.kv_heads for block in job.shape.kinds if block.kv_heads))
 
 
 def _stepping(job: Job, run: ResolvedRun) -> dict[str, int]:
@@ -496,5 +469,5 @@ def _on_host(phase: Phase, ranks: int) -> Phase:
     seen = {key: ranks * value for key, value in phase.device.items() if key not in (*NOT_METERED, "workspaces")}
     both = {
         key: phase.host[key] + seen[key] for key in phase.host.keys() & seen.keys()
-    }  # what waits there, and what does not
+    }  # what waits, and what does not
     return replace(phase, device={}, host=phase.host | seen | both)

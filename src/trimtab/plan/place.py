@@ -14,13 +14,13 @@ from trimtab.config.run import Run
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.placement import TENSOR_CUTS, Placement, device_counts, may_share_rows, placements, row_cuts
 from trimtab.plan.planner import (
-    ENGINE_OVER_DEVICES,
     MIN_SPEEDUP_OF_OTHER_ENGINE,
     Plan,
     gave_up_nothing,
     lack,
     limits_of,
     make_plan,
+    vllm_cuts,
     within,
 )
 from trimtab.plan.rows import RowRanks
@@ -65,7 +65,7 @@ def plan_on(devices: int, run: Run, job: Job, machine: Machine, profile: str) ->
     enough = plan.fits and not job.shape.has_experts
     if enough or devices == 1 or not _may_cut(run, job, machine):
         return plan
-    heads = min(block.kv_heads for block in job.shape.kinds)
+    heads = min(block.kv_heads for block in job.shape.kinds if block.kv_heads)
     tried = [plan]
     for cut in TENSOR_CUTS:
         if cut <= min(devices, machine.per_host) and heads % cut == 0 and devices % cut == 0:
@@ -100,10 +100,17 @@ def _with_shared_rows(run: Run, job: Job, machine: Machine, profile: str, device
 
 
 def _may_cut(run: Run, job: Job, machine: Machine) -> bool:
-    """Another engine than the native one would cut its copy over devices; on this machine it has to be there."""
-    if not job.generates or machine.cpu or run.rollout.tensor_parallel > 1:
+    """An engine could cut its copy over devices: the native one, which cuts no experts, or another where there is one."""
+    if (
+        not job.generates
+        or machine.cpu
+        or job.quantised
+        or job.kv_stored != "auto"
+        or run.rollout.tensor_parallel != "auto"
+    ):
         return False
-    return run.engine == "auto" and (not machine.here or ENGINE_OVER_DEVICES in machine.engines)
+    native = not job.shape.has_experts
+    return (run.engine == "native" and native) or (run.engine == "auto" and (native or vllm_cuts(machine)))
 
 
 def _simplest_fast(run: Run, job: Job, machine: Machine, profile: str, places: Iterable[Placement]) -> Plan:

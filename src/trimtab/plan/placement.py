@@ -108,9 +108,10 @@ def device_counts(run: Run, machine: Machine) -> list[int]:
     least = 1 if run.shard in ("auto", "none") else 2
     group = 1 if run.shard_devices == "auto" else run.shard_devices
     parts = _pinned_tensor(run)
+    alone = run.external  # vLLM takes devices behind the one of the run
     shared = lcm(*row_ranks(run).values())
-    fitting = (n for n in counts if n >= least and n % group == 0 and (n == 1 or n % parts == 0) and n % shared == 0)
-    return sorted(fitting, reverse=True)
+    whole = (n for n in counts if n >= least and n % group == 0 and n % shared == 0)
+    return sorted((n for n in whole if n % parts == 0 or (alone and n == 1)), reverse=True)
 
 
 def may_share_rows(job: Job) -> bool:
@@ -146,7 +147,7 @@ def _modes(run: Run, job: Job, machine: Machine) -> tuple[Shard, ...]:
         return ("none",) if job.generates else tuple(mode for mode in modes if mode in ("none", "full"))
     if job.rank:  # adapters are whole everywhere: nothing but frozen weights is worth cutting
         modes = tuple(mode for mode in modes if mode in ("none", "full"))
-    if unblocked_row(job) is not None:
+    if unblocked_row(job) is not None or job.quantised:
         modes = tuple(mode for mode in modes if mode != "full")
     if run.shard_devices not in ("auto", 1):
         modes = tuple(mode for mode in modes if mode != "none") or ("none",)
@@ -167,7 +168,7 @@ def _groups(run: Run, shard: Shard, devices: int, host: int) -> list[int]:
 
 
 def _pinned_tensor(run: Run) -> int:
-    return run.rollout.tensor_parallel if run.external else 1
+    return run.cut
 
 
 def unblocked_row(job: Job) -> tuple[str, int] | None:

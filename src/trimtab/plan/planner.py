@@ -73,7 +73,12 @@ class Plan:
     @property
     def engine_devices(self) -> int:
         """Devices that each engine spans."""
-        return self.run.rollout.tensor_parallel if self.run.external else 1
+        return self.run.rollout.tensor_parallel
+
+    @property
+    def joint_ranks(self) -> bool:
+        """The ranks of an engine generate together: its first one does not own all of it."""
+        return self.engine_devices > 1 and not self.run.external
 
     @property
     def prefill_tokens_per_step(self) -> float:
@@ -201,8 +206,9 @@ def _with_own_modules(run: Run, too_large: Plan, profile: str) -> Plan:
 def _with_engine(run: Run, job: Job, machine: Machine, profile: str, place: Placement) -> Plan:
     """The native engine, unless the model is cut over several devices, or another engine that is installed makes the run clearly
     faster, start-up included."""
-    others = () if machine.cpu else machine.engines
-    names = ("native", *others) if place.tensor == 1 else (ENGINE_OVER_DEVICES,)
+    others = () if machine.cpu or job.quantised or job.kv_stored != "auto" else machine.engines
+    over_devices = ENGINE_OVER_DEVICES if vllm_cuts(machine) else "native"
+    names = ("native", *others) if place.tensor == 1 else (over_devices,)
     cut = {} if place.tensor == 1 else {"rollout.tensor_parallel": place.tensor}
     plans = {name: make_plan(run.with_values({"engine": name} | cut), job, machine, profile, place) for name in names}
     fitting = [name for name in names if plans[name].fits] or list(names)
@@ -229,6 +235,11 @@ def _with_engine(run: Run, job: Job, machine: Machine, profile: str, place: Plac
     after = 1 + max((i for i, choice in enumerate(chosen.choices) if choice.key.startswith("run.rollout.")), default=-1)
     choices = (*chosen.choices[:after], Choice("run.engine", name, why), *chosen.choices[after:])
     return replace(chosen, choices=choices)
+
+
+def vllm_cuts(machine: Machine) -> bool:
+    """vLLM can cut its copy over devices: on this machine it has to be there."""
+    return not machine.here or ENGINE_OVER_DEVICES in machine.engines
 
 
 def _with_fewer_processes(run: Run, plan: Plan, case: Case, fill: bool) -> Plan:
@@ -291,7 +302,8 @@ def _savings(run: Run, job: Job, machine: Machine) -> Iterator[tuple[Recompute, 
 
 
 CHOICE_ORDER = (
-    "devices", "shard", "shard_devices", "sequence_parallel", "prefetch", "overlap", "placement",
+    "devices", "shard", "shard_devices", "sequence_parallel", "tensor_parallel", "prefetch", "overlap", "placement",
+    "rollout.tensor_parallel",
     *(f"rollout.{key}" for key in ("page_tokens", "lend_memory", "max_sequences", "prefill_tokens", "processes", "kv_memory")),
     "kernels", "threads", "reward_workers", "token_budget", "score_token_budget", "logprob_chunk", "checkpoint_activations",
     *(f"offload.{key}" for key in ("optimizer", "reference", "activations")),

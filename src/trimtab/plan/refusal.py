@@ -16,6 +16,7 @@ from trimtab.plan.ledger import GIB, MIB, processes_of
 from trimtab.plan.place import place_over
 from trimtab.plan.placement import SHARDS, SHARDS_BUILT, Placement
 from trimtab.plan.planner import Choice, Plan, within
+from trimtab.plan.reading import refuse_reading
 from trimtab.plan.refuse_devices import refuse_devices
 from trimtab.plan.rules import page_tokens, workers_for
 from trimtab.plan.shape import Block, ModelShape
@@ -32,6 +33,7 @@ def widest(run: Run, job: Job, machine: Machine, profile: str) -> tuple[Plan, st
 def plan_here(run: Run, job: Job, machine: Machine) -> Plan:
     """The plan of a run that is about to start; raises where nothing fits."""
     refuse_devices(run, job, machine)
+    refuse_reading(run, job, machine)
     refuse_small_kv(run, job, machine)
     refuse_what_engines_cannot(run, job, machine)
     plan, profile = widest(run, job, machine, run.profile)
@@ -78,6 +80,9 @@ def refuse_small_kv(run: Run, job: Job, machine: Machine) -> None:
 
 def refuse_what_engines_cannot(run: Run, job: Job, machine: Machine) -> None:
     """What another library's engine would fail at after it was started."""
+    if job.generates and run.cut > 1:
+        _refuse_cut(run, job)
+        refuse_uneven_cut(run, job.shape)
     if not (job.generates and run.external):
         return
     if run.engine == "vllm" and job.rank > VLLM_RANKS[-1]:
@@ -95,11 +100,22 @@ def refuse_what_engines_cannot(run: Run, job: Job, machine: Machine) -> None:
         raise ConfigError(
             [Problem("run.rollout.page_tokens", f"vLLM needs a multiple of {whole} tokens, not {page}", fix)]
         )
-    refuse_uneven_cut(run, job.shape)
+
+
+def _refuse_cut(run: Run, job: Job) -> None:
+    """What the native engine does not cut over devices."""
+    if run.external:
+        return
+    if job.shape.has_experts:
+        what = f"is {run.cut}, but the native engine does not cut experts over devices"
+        raise ConfigError([Problem("run.rollout.tensor_parallel", what, "Write 1, or run.engine: vllm.")])
+    if job.quantised:
+        what = f"is {run.cut}, but the native engine does not cut weights in {job.base} codes over devices"
+        raise ConfigError([Problem("run.rollout.tensor_parallel", what, "Write 1, or model.base: bf16.")])
 
 
 def refuse_uneven_cut(run: Run, shape: ModelShape) -> None:
-    """vLLM cuts layers into equal parts; where there are fewer KV heads than devices, several devices hold the same head."""
+    """Engines cut layers into equal parts; where there are fewer KV heads than devices, several devices hold the same head."""
 
     def uneven(parts: int) -> list[Block]:
         return [
@@ -107,12 +123,13 @@ def refuse_uneven_cut(run: Run, shape: ModelShape) -> None:
             if block.heads % parts or block.width % parts or (block.kv_heads % parts and parts % block.kv_heads)
         ]  # fmt: skip
 
-    asked, devices = run.rollout.tensor_parallel, 0 if run.devices in ("auto", 1) else run.devices
+    asked, devices = run.cut, 0 if run.devices in ("auto", 1) else run.devices
     if uneven(asked):
         block = uneven(asked)[0]
         most = max(parts for parts in range(1, asked) if not uneven(parts) and devices % parts == 0)
+        who = "vLLM" if run.external else "the native engine"
         what = (
-            f"vLLM cannot split {block.heads} heads, {block.kv_heads} KV heads and {block.width} feed-forward columns evenly "
+            f"{who} cannot split {block.heads} heads, {block.kv_heads} KV heads and {block.width} feed-forward columns evenly "
             f"over {asked} devices"
         )
         raise ConfigError([Problem("run.rollout.tensor_parallel", what, f"Write {most}.")])

@@ -40,6 +40,8 @@ def refuse_devices(run: Run, job: Job, machine: Machine) -> None:
         what = f"layers of {job.shape.kind} carry a state from token to token, which devices that share a sequence cannot hand on"
         raise ConfigError([Problem("run.sequence_parallel", what, "Write 1, or leave it out.")])
     refuse_engine_across_hosts(run, machine)
+    if job.generates:
+        refuse_cut_over_missing(run, most)
     row = unblocked_row(job) if run.shard == "full" else None
     if row is not None:
         name, size = row
@@ -53,6 +55,15 @@ def refuse_devices(run: Run, job: Job, machine: Machine) -> None:
         raise ConfigError([Problem("run.shard", what, f"Write {', '.join(SHARDS_BUILT[:-1])} or {SHARDS_BUILT[-1]}.")])
 
 
+def refuse_cut_over_missing(run: Run, most: int) -> None:
+    """Raises where a native engine is cut over more devices than there are: each has a rank."""
+    if not run.external and run.cut > most:
+        have = "1 device" if most == 1 else f"{most} devices"
+        what = f"is {run.cut}, but the run has {have}, and a native engine is cut over ranks"
+        fix = f"Write run.devices: {run.cut}, or tensor_parallel: {most}."
+        raise ConfigError([Problem("run.rollout.tensor_parallel", what, fix)])
+
+
 def _refuse_parts_of_one_device(run: Run) -> None:
     """Raises where a run says how devices share a model, and there is one."""
     for key, value in (("shard_devices", run.shard_devices), ("prefetch", run.prefetch)):
@@ -63,9 +74,9 @@ def _refuse_parts_of_one_device(run: Run) -> None:
 
 def refuse_engine_across_hosts(run: Run, machine: Machine) -> None:
     """Raises where an engine that is cut over devices would not stay on one host: its parts exchange something in every layer."""
-    parts, host = run.rollout.tensor_parallel, machine.per_host
+    parts, host = run.cut, machine.per_host
     several = machine.hosts > 1 and not machine.cpu
-    if run.external and several and host % parts:
+    if several and host % parts:
         what = f"is {parts}, but a host has {host} devices, which cannot be divided into engines of {parts}"
         fix = f"Write {nearest_divisor(parts, host)}."
         raise ConfigError([Problem("run.rollout.tensor_parallel", what, fix)])

@@ -28,7 +28,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "limit": asdict(plan.limits),
         "parameters": job.shape.parameters,
         "trained_parameters": job.trained,
-        "kv_bytes_per_token": job.shape.kv_elements * job.itemsize,
+        "kv_bytes_per_token": job.kv_token_bytes,
         "shard": plan.place.shard,
         "shard_devices": plan.place.shard_devices,
         "placement": asdict(plan.place),

@@ -50,6 +50,12 @@ def why_overlap(place: Placement, job: Job) -> str:
     return "adapters are summed at once" if job.rank else "a layer is summed over ranks while the next is computed"
 
 
+def why_cut(place: Placement) -> str:
+    if place.tensor > 1:
+        return f"the model is split over {place.tensor} devices"
+    return "there is one device" if place.devices == 1 else "an engine on each device"
+
+
 def workers_for(cores: int) -> int:
     """Processes that run reward functions."""
     return max(1, min(8, cores))
@@ -72,7 +78,7 @@ def page_tokens(run: Run, job: Job, machine: Machine) -> tuple[int, str]:
         return (128 if machine.cpu else 16), "the engine's usual page size"
     if not machine.cpu:
         return 64, "one tile of the decode kernel"
-    whole = job.in_flight * job.typical_sequence * job.shape.kv_elements * job.itemsize
+    whole = job.in_flight * job.typical_sequence * job.kv_token_bytes
     roomy = run.rollout.kv_memory == "auto" and job.longest_sequence == job.typical_sequence
     if roomy and 2 * whole <= machine.host_memory // 2:
         return job.typical_sequence, "one page per sequence: decoding reads it in place"
@@ -91,8 +97,8 @@ def best_processes(run: Run, job: Job, machine: Machine) -> tuple[int, str]:
         return run.rollout.processes, ""
     if not run.external or machine.cpu:
         return 1, "one process uses all cores" if run.external else "the engine runs in the trainer's process"
-    if run.rollout.tensor_parallel > 1:
-        return 1, f"one process uses {run.rollout.tensor_parallel} devices"
+    if run.cut > 1:
+        return 1, f"one process uses {run.cut} devices"
     room = machine.device.memory // 4 // (job.shape.parameters * job.itemsize)
     most = max(1, min(MAX_ENGINE_PROCESSES, machine.cores_per_rank // 3, room))
     if run.rollout.kv_memory != "auto":  # each has to hold the longest sequence

@@ -151,6 +151,11 @@ class ModelShape:
         )
 
     @cached_property
+    def whole_kv_elements(self) -> int:
+        """Elements of the keys and values of one token in all layers."""
+        return sum(b.kv_elements for b in self.blocks)
+
+    @cached_property
     def kv_elements(self) -> int:
         """Elements that one token stores in all layers."""
         return sum(b.stored_elements for b in self.blocks)
@@ -252,10 +257,12 @@ def _block(config: Mapping[str, Any], kind: str, index: int) -> Block:
     plain = Block(
         heads, kv_heads, size, size, config.get("intermediate_size") or 4 * hidden, 0, 0, _window(config, kind, index)
     )
-    head_norm = kind in ("qwen3", "qwen3_moe", "gemma3_text") or bool(kind == "glm4_moe" and config.get("use_qk_norm"))
+    head_norm = kind in ("qwen3", "qwen3_moe", "gemma3_text", "olmo2") or bool(
+        kind == "glm4_moe" and config.get("use_qk_norm")
+    )
     capped = kind == "gemma2" and config.get("attn_logit_softcapping", 50.0) is not None
     dense = capped or kind == "gpt_oss"
-    block = replace(plain, head_norm=head_norm, sandwich=kind in ("gemma2", "gemma3_text"), dense=dense)
+    block = replace(plain, head_norm=head_norm, sandwich=kind in ("gemma2", "gemma3_text", "olmo2"), dense=dense)
     attention = hidden * (block.projected + block.query_width)
     biased = config.get("attention_bias", kind == "gpt_oss")
     if kind == "qwen2" or (kind == "qwen2_moe" and config.get("qkv_bias", True)):
@@ -267,7 +274,7 @@ def _block(config: Mapping[str, Any], kind: str, index: int) -> Block:
     attention += {"gpt_oss": heads, **dict.fromkeys(("olmo2", "olmoe"), block.query_width + kv_heads * size)}.get(
         kind, 2 * size if head_norm else 0
     )
-    norms = (4 if block.sandwich else 2) * hidden
+    norms = (4 if block.sandwich and kind != "olmo2" else 2) * hidden  # OLMo has norms after, and none before
     return _with_feed_forward(block, config, kind, index, attention + norms)
 
 

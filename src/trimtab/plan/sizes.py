@@ -28,6 +28,7 @@ from trimtab.plan.rules import (
     overlaps,
     useful_budget,
     why_away,
+    why_cut,
     why_kernels,
     why_overlap,
     why_placed,
@@ -137,7 +138,7 @@ def smallest(run: Run, case: Case, way: Way) -> Sizes:
         "score_token_budget": least_score_budget(job, case.place.rows),
         "logprob_chunk": 1,
     }
-    cut = {"tensor_parallel": case.place.tensor} if run.external else {}
+    cut = {"tensor_parallel": case.place.tensor}
     filled = ResolvedRun.model_validate(
         dict(run)
         | _open(run, values)
@@ -154,6 +155,7 @@ def smallest(run: Run, case: Case, way: Way) -> Sizes:
         "rollout.page_tokens": way.page_tokens[1],
         "rollout.lend_memory": "nothing else needs it here" if case.place.generates_only else way.lend_memory[1],
         "rollout.processes": why_processes,
+        "rollout.tensor_parallel": why_cut(case.place),
         "kernels": why_kernels(job, machine),
         "threads": "one per physical core" if machine.devices == 1 else "the cores, divided among ranks",
         **why_placed(case.place, machine),
@@ -163,6 +165,7 @@ def smallest(run: Run, case: Case, way: Way) -> Sizes:
         "sequence_parallel": "each device holds whole sequences"
         if case.place.rows.most == 1
         else "long sequences fit only in parts, or are faster so",
+        "tensor_parallel": "layers are not cut where they are trained",
         "overlap": why_overlap(case.place, job),
         "placement": "there is one device" if case.place.devices == 1 else COLOCATED,
         "reward_workers": "one per core, at most 8",

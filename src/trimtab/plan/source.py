@@ -17,6 +17,8 @@ from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.schema import Config
 from trimtab.model.context import SERVED_LAYERS
 from trimtab.model.names import near_models
+from trimtab.model.schemes import read_scheme
+from trimtab.plan.quantised import refuse_base
 from trimtab.plan.shape import FAMILIES, ModelShape, read_shape
 from trimtab.plan.work import Lengths
 
@@ -82,6 +84,8 @@ def described_shape(path: str) -> ModelShape | None:
         known = _well_known(path)
         return None if known is None else read_shape(known)
     kind = config.get("model_type")
+    if stored_codes(path) != "4bit":
+        read_scheme(path, config)
     if kind not in FAMILIES or _unusual(config):
         return None
     try:
@@ -95,12 +99,43 @@ def described_shape(path: str) -> ModelShape | None:
 def _unusual(config: dict[str, Any]) -> bool:
     """A run may refuse it, though its family is known: transformers is asked then."""
     other_layers = set(config.get("layer_types") or []) - SERVED_LAYERS
-    return bool(config.get("text_config") or config.get("quantization_config") or other_layers)
+    return bool(config.get("text_config") or other_layers)
+
+
+def stored_as(path: str) -> str | None:
+    """How the weights are stored that `model.path` names, in words, where they are dequantised on loading."""
+    config = _config_json(path)
+    scheme = None if config is None else read_scheme(path, config) or read_scheme(path, config.get("text_config") or {})
+    return None if scheme is None else scheme.words
+
+
+def is_quantised(path: str) -> bool:
+    """The weights that `model.path` names are stored in fewer bits, in a way that is read."""
+    return stored_codes(path) == "4bit" or stored_as(path) is not None
 
 
 def stated_dtype(config: AnyConfig, cpu: bool) -> str:
     """The type of the weights, as model/load.py chooses it."""
     return ("float32" if cpu else "bfloat16") if config.model.dtype == "auto" else config.model.dtype
+
+
+def stored_codes(path: str) -> str:
+    """How the checkpoint of a path stores the weights of layers: plain, fp8 or 4bit."""
+    config = _config_json(path) or {}
+    settings = {} if config.get("text_config") else config.get("quantization_config") or {}
+    if settings.get("quant_method") == "bitsandbytes":
+        return "4bit" if settings.get("load_in_4bit") or settings.get("_load_in_4bit") else "plain"
+    return "fp8" if settings.get("quant_method") == "fp8" else "plain"
+
+
+def widened_from(config: AnyConfig, experts: bool) -> str | None:
+    """How the weights are stored, in words, where they are dequantised on loading and not kept in their codes under adapters.
+    `experts`: the model has some, whose weights are never kept so."""
+    model = config.model
+    codes = "plain" if experts else stored_codes(model.path)
+    if codes != "plain" and model.lora is not None and model.base in ("auto", codes):
+        return None
+    return "4 bits (bitsandbytes)" if codes == "4bit" else stored_as(model.path)
 
 
 def stated_lengths(config: AnyConfig, shape: ModelShape) -> Lengths:
@@ -126,6 +161,7 @@ def stated_adapters(config: AnyConfig, shape: ModelShape) -> int:
     lora = config.model.lora
     if lora is None:
         return 0
+    refuse_base(config.model.base, shape)
     targets = None if lora.targets == "all-linear" else lora.targets
     found = shape.lora_parameters(lora.r, targets)
     if not found:

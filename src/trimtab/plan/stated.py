@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from trimtab.base.errors import ConfigError, Problem
 from trimtab.config.contradiction import REWARD_MODEL
 from trimtab.config.load import AnyConfig
 from trimtab.config.resolved import ResolvedConfig
 from trimtab.model.sizes import FUSED_FAMILIES
 from trimtab.plan.shape import ModelShape
-from trimtab.plan.source import ITEMSIZE, stated_adapters, stated_dtype
+from trimtab.plan.source import ITEMSIZE, stated_adapters, stated_dtype, stored_codes, widened_from
 from trimtab.plan.work import Models
 
 ShapeOf = Callable[[str, bool], ModelShape]
@@ -22,6 +23,10 @@ def models_of(
 ) -> Models:
     """All models, on a CPU or on a device that has kernels for a tiled head. `shape`: the policy's."""
     dtype = stated_dtype(config, cpu)
+    codes = "plain" if shape.has_experts else stored_codes(config.model.path)
+    if codes == "4bit" and config.model.lora is None and config.model.base == "auto":
+        what = f"the weights of {config.model.path} are in 4 bits, and cannot be trained as they are"
+        raise ConfigError([Problem("model.base", what, "Write model.lora: {r: 16}, or model.base: bf16.")])
     native = not cpu and dtype == "bfloat16"
     return Models(
         shape=shape,
@@ -29,8 +34,10 @@ def models_of(
         adapters=stated_adapters(config, shape),
         fused=native and shape.kind in FUSED_FAMILIES and config.run.kernels in ("auto", "native"),
         tiled_head=native and tiled_head and shape.hidden % 8 == 0,
+        stored=widened_from(config, shape.has_experts),
         critic=critic_of(config, shape, shape_of),
         reward_models=reward_models_of(config, shape_of),
+        codes=codes,
     )
 
 

@@ -12,6 +12,7 @@ from trimtab.config.known import ResolvedRun
 from trimtab.model.sizes import BLOCK
 from trimtab.plan.job import Job
 from trimtab.plan.placement import Placement
+from trimtab.plan.quantised import weight_bytes
 from trimtab.plan.shape import ModelShape
 
 GATHERED, BUFFERS, FROZEN = "gathered layers", "gradient buffers", "models that score"
@@ -60,11 +61,17 @@ def state_bytes(job: Job, place: Placement) -> int:
 def least_bytes(job: Job, place: Placement) -> int:
     """Bytes that a rank holds on its device in the update, whatever waits elsewhere; or in rollout, with the engine's own copy,
     where that is more."""
-    one = job.shape.parameters * job.itemsize
+    one = weight_bytes(job)
     whole = 4 * job.shape.parameters if masters_are_weights(job, place) else one
     copy = 0 if place.shares_weights or not job.generates else _parts(one, place.tensor)
     held = 0 if place.generates_only and copy else _parts(whole, place.weight_parts)
     return held + max(gradient_bytes(job, job.trained, place), copy)
+
+
+def engine_weights(job: Job, parts: int, external: bool) -> int:
+    """Bytes of an engine's copy on each device that it is cut over. The native engine cuts all but the embedding."""
+    whole = 0 if external or parts == 1 else job.shape.table
+    return (whole + -(-(job.shape.parameters - whole) // parts)) * job.itemsize
 
 
 def masters_are_weights(job: Job, place: Placement) -> bool:
@@ -110,7 +117,7 @@ def largest_unit(shape: ModelShape) -> int:
 
 
 def _weights(job: Job, place: Placement) -> int:
-    return _parts(job.shape.parameters * job.itemsize, place.weight_parts)
+    return _parts(weight_bytes(job), place.weight_parts)
 
 
 def _parts(nbytes: int, parts: int) -> int:

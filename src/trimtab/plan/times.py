@@ -19,6 +19,7 @@ from trimtab.plan.kv import shared_kv_bytes
 from trimtab.plan.ledger import parts_of, processes_of, through_host
 from trimtab.plan.links import link_of
 from trimtab.plan.placement import SINGLE_DEVICE, Placement
+from trimtab.plan.quantised import weight_bytes
 from trimtab.plan.shape import ModelShape
 from trimtab.plan.states import reference_bytes, waiting_state_bytes
 
@@ -178,8 +179,9 @@ class _Rates:
 
     def device_step(self, batch: float, context: float) -> float:
         job, shape, cut = self.job, self.job.shape, parts_of(self.run, self.place)
-        read = shape.parameters_read(max(1.0, batch)) * job.itemsize / cut
-        keys = batch * context * shape.kv_elements * job.itemsize / cut
+        used = max(1.0, batch)
+        read = (weight_bytes(job) if job.quantised else shape.parameters_read(used) * job.itemsize) / cut
+        keys = batch * context * job.kv_token_bytes / cut
         keys += 2 * batch * shape.state_bytes(job.itemsize) / cut  # read and written
         logits = 8 * batch * shape.vocabulary / cut
         rate = self._cores * CPU_FLOPS if self.machine.cpu else self.machine.device.flops * DECODE_SHARE
@@ -189,6 +191,7 @@ class _Rates:
         if cut > 1:
             moved = batch * shape.hidden * job.itemsize
             exchange = shape.layers * 2 * (10e-6 + moved / link_of(self.machine)[0])
+            exchange += 0.0 if self.run.external else 4 * batch * shape.vocabulary / link_of(self.machine)[0]
         return fixed + max(read / self.bandwidth, products) + (keys + logits) / self.bandwidth + exchange
 
     @property

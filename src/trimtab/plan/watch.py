@@ -9,23 +9,15 @@ from dataclasses import replace
 
 from trimtab.config.run import Recompute
 from trimtab.plan.activations import MicroBatchSize, UpdatePath
-from trimtab.plan.ledger import (
-    EMBEDDING_GRADIENT,
-    GIB,
-    NOT_METERED,
-    critic_path,
-    embedding_gradient,
-    rounding_bytes,
-    update_path,
-    update_work,
-)
+from trimtab.plan.ledger import EMBEDDING_GRADIENT, GIB, NOT_METERED, embedding_gradient, update_path
 from trimtab.plan.planner import Plan
+from trimtab.plan.update_work import critic_path, rounding_bytes, update_work
 
 MICROBATCH_COMPONENTS = ("activations", "log-prob head", "backward work", EMBEDDING_GRADIENT)
 """Components of a micro-batch: as `update_peak` names them, and the last of its backward pass."""
 ON_HOST = ("processes", "reward workers", "environment workers")
 """Components that a machine without a device has in the same memory."""
-Sizes = tuple[int, int, int, int, int]
+Sizes = tuple[int, int, int, int, int, int]
 """Sizes of a micro-batch, in the order of `MicroBatchSize`."""
 
 

@@ -31,8 +31,12 @@ class Models:
     """The update runs through fused layers."""
     tiled_head: bool = True
     """Log-probs come from kernels that store no logits."""
+    stored: str | None = None
+    """How the policy's weights are stored, where they are dequantised on loading."""
     critic: ModelShape | None = None
     reward_models: tuple[ModelShape, ...] = ()
+    codes: str = "plain"
+    """How the checkpoint stores the weights of layers: plain, fp8 or 4bit."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ def job_of(config: ResolvedConfig | Offline, models: Models, lengths: Lengths) -
     job = replace(
         job,
         rank=lora.r if lora else 0,
+        base=_base(config, models.codes),
+        kv_stored=config.model.kv_dtype,
         adapters=models.adapters,
         eight_bit=config.learn.optimizer.states == "8bit",
         fused=models.fused,
@@ -96,6 +102,13 @@ def _on_experts(config: Config, shape: ModelShape) -> bool:
     return bool(names) if targets == "all-linear" else any(f".{n}".endswith(f".{t}") for n in names for t in targets)
 
 
+def _base(config: ResolvedConfig | Offline, codes: str) -> str:
+    """How weights under adapters are stored in the run."""
+    if config.model.lora is None or config.model.base == "bf16":
+        return "plain"
+    return codes if config.model.base == "auto" else config.model.base
+
+
 def _saves_on_the_way(config: ResolvedConfig | Offline, lengths: Lengths) -> bool:
     """A checkpoint is due before the last step: every so many, or when an evaluation was the best."""
     observe, steps = config.observe, config.learn.steps
@@ -107,6 +120,8 @@ def evaluation_job_of(config: ResolvedConfig, models: Models, lengths: Lengths) 
     """The work of `trimtab eval`: held-out prompts are answered, nothing is learned."""
     return replace(
         _job(models, lengths),
+        base=_base(config, models.codes),
+        kv_stored=config.model.kv_dtype,
         prompts=lengths.held_out,
         samples=config.eval.samples_per_prompt,
         completion=eval_max_new_tokens(config),
@@ -126,6 +141,7 @@ def _job(models: Models, lengths: Lengths) -> Job:
         typical_prompt=lengths.typical,
         completion=1,
         reward_models=models.reward_models,
+        stored=models.stored,
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.base.errors import RewardError
+from trimtab.workers.places import Found, WorkerPlaces
 from trimtab.workers.pool import Reply, WorkerPool, WorkerSpec
 from trimtab.workers.process import import_path
 from trimtab.workers.user_code import UserCode
@@ -39,17 +40,25 @@ class RewardRequest:
 class RewardPool(WorkerPool):
     """Made when the functions have loaded in a worker; a RewardError otherwise."""
 
-    def __init__(self, parts: list[tuple[UserCode, dict[str, Any]]], workers: int, base_dir: Path) -> None:
+    def __init__(
+        self,
+        parts: list[tuple[UserCode, dict[str, Any]]],
+        workers: int,
+        base_dir: Path,
+        places: WorkerPlaces | None = None,
+    ) -> None:
         path = import_path(base_dir)
 
-        def boot() -> bytes:
+        def boot(found: Found) -> bytes:
             """What a worker needs to begin: the import path, what to import first, and the parts."""
             builtins = [source.name for source, _ in parts if source.kind == "builtin"]
             preload = [PRELOAD[name] for name in builtins if PRELOAD.get(name) in sys.modules]
-            return pickle.dumps((path, preload, parts))
+            there = [(found.code(source), args) for source, args in parts]
+            return pickle.dumps((found.path(path), preload, there))
 
-        spec = WorkerSpec("trimtab.reward.worker", boot, "reward", "the reward functions", RewardError)
-        super().__init__(spec, workers)
+        files = [source.place for source, _ in parts if source.kind == "file"] + [str(base_dir.resolve())]
+        spec = WorkerSpec("trimtab.reward.worker", boot, "reward", "the reward functions", RewardError, files)
+        super().__init__(spec, workers, places)
 
     @property
     def needs(self) -> list[frozenset[str]]:

@@ -35,6 +35,7 @@ from trimtab.reward.load import CALL_ARGUMENTS, ENVIRONMENT_ARGUMENTS, locate
 from trimtab.reward.pool import RewardPool, RewardRequest
 from trimtab.reward.worker import checked_entry
 from trimtab.workers.messages import Cell, Failure, Tally
+from trimtab.workers.places import WorkerPlaces
 from trimtab.workers.pool import Reply
 from trimtab.workers.process import POLL_S
 
@@ -101,8 +102,9 @@ class Scorer:
         base_dir: Path,
         functions: Mapping[str, Callable[..., Any]] | None = None,
         run_dir: Path | None = None,
+        places: WorkerPlaces | None = None,
     ) -> None:
-        """`run_dir`: where a judge's cache on disk goes, once the folder is there."""
+        """`run_dir`: where a judge's cache on disk goes, once the folder is there. `places`: where workers are, if not here."""
         assert parts
         assert workers >= 1
         sources = [locate(part.fn, base_dir, functions or {}) for part in parts]
@@ -135,7 +137,8 @@ class Scorer:
         self._finalizer = weakref.finalize(self, _close, self._backends)  # also at interpreter exit
         try:
             if others:
-                self._open(others, RewardPool([(sources[p], parts[p].args) for p in others], workers, base_dir))
+                called = [(sources[p], parts[p].args) for p in others]
+                self._open(others, RewardPool(called, workers, base_dir, places))
             if judges:
                 asked = [(sources[p], parts[p].args, parts[p].timeout_s) for p in judges]
                 self._open(judges, AsyncWorker(asked, base_dir, run_dir))

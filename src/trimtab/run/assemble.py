@@ -36,7 +36,7 @@ from trimtab.run.build import (
 from trimtab.run.calibrate import probe
 from trimtab.run.machine import load_within, machine_here
 from trimtab.run.models import load_policies, put_reference_away
-from trimtab.run.shapes import loaded_models
+from trimtab.run.shapes import loaded_models, refuse_unreadable
 from trimtab.run.stage import CheckedRun, OnWait, Stage
 from trimtab.update.peers import ALONE
 from trimtab.update.trainer import LocalTrainer
@@ -112,10 +112,12 @@ def assemble(
     """Load the models, plan with them, and build what the plan says. What lost processes of an engine wrote is kept in `logs`;
     what is waited for is told."""
     config, asked = ready.config, ready.config.run
+    machine = machine_here(ready.device)
+    refuse_unreadable(config, ready.lengths, machine)
     tell(f"loading {checkpoint or config.model.path}")
     policy, reference = load_within(asked, ready.device, load_policies, config, ready.device, checkpoint)
     job = job_of(config, loaded_models(config, policy), ready.lengths)
-    plan = planned(asked, job, machine_here(ready.device))
+    plan = planned(asked, job, machine)
     torch.set_num_threads(plan.run.threads)
     use_planned_kernels(plan, policy, reference)
     reference = put_reference_away(reference, plan.run)  # an engine takes its memory when it is made

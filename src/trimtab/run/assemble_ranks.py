@@ -106,8 +106,8 @@ def _plan_over_hosts(run: Run, hosts: RayHosts, job: Callable[[Machine], Job]) -
 
 def refuse_engines_of_several_actors(run: Run, hosts: RayHosts | None) -> None:
     """A rank on a Ray cluster sees its own GPU alone, so its engine cannot span others."""
-    if hosts is not None and hosts.kind != "CPU" and run.external and run.rollout.tensor_parallel > 1:
-        what = f"is {run.rollout.tensor_parallel}, but a rank of run.cluster sees one GPU"
+    if hosts is not None and hosts.kind != "CPU" and run.external and run.cut > 1:
+        what = f"is {run.cut}, but a rank of run.cluster sees one GPU"
         raise ConfigError([Problem("run.rollout.tensor_parallel", what, "Write 1, or leave run.cluster out.")])
 
 
@@ -155,7 +155,7 @@ def assemble_ranks(
     sampled = isinstance(ready.config, ResolvedConfig)
     rows, lowered = plan.run.rollout.max_sequences, [each.lowered for each in facts]
     tokens_per_step = plan.prefill_tokens_per_step if sampled else 0.0
-    engine = Fleet(ranks, facts[0].engine, rows, lowered, plan.engine_devices, tokens_per_step)
+    engine = Fleet(ranks, facts[0].engine, rows, lowered, plan.engine_devices, tokens_per_step, plan.joint_ranks)
     updaters = ranked_updaters(stage, plan, ranks, facts)
     if stage.rehearses:
         plan = calibrated_on(ranks, plan, ready.config.run, updaters.values(), engine)

@@ -38,6 +38,7 @@ from trimtab.plan.roles import job_of_roles, machine_of, roles_of
 from trimtab.plan.work import job_of
 from trimtab.record.layout import RANK_LOGS
 from trimtab.rollout.no_rollout import NoRollout
+from trimtab.rollout.seat import EngineMeeting
 from trimtab.run.assemble import BuiltRun
 from trimtab.run.assemble_ranks import (
     RankPlan,
@@ -100,8 +101,8 @@ def plan_split(ready: CheckedRun, sizes: Mapping[tuple[str, ...], int], hosts: R
     """The plans for groups of roles with so many devices each."""
     config, count = ready.config, sum(sizes.values())
     run = config.run.with_values({"devices": count})
-    parts, samplers = run.rollout.tensor_parallel, next(n for roles, n in sizes.items() if "rollout" in roles)
-    if run.external and samplers % parts:
+    parts, samplers = run.cut, next(n for roles, n in sizes.items() if "rollout" in roles)
+    if samplers % parts:
         what = f"is {parts}, but the {samplers} devices of rollout cannot be divided into engines of {parts}"
         fix = f"Write {nearest_divisor(parts, samplers)}, or another run.placement."
         raise ConfigError([Problem("run.rollout.tensor_parallel", what, fix)])
@@ -222,10 +223,11 @@ def _open_fleet(
     rows, parts, tokens = plan.run.rollout.max_sequences, plan.engine_devices, plan.prefill_tokens_per_step
     if samplers is None:
         lowered = [each.lowered for each in facts]
-        return Fleet(trainers, facts[0].engine, rows, lowered, parts, tokens), plan.run
+        return Fleet(trainers, facts[0].engine, rows, lowered, parts, tokens, plan.joint_ranks), plan.run
     engines: list[EngineFacts] = samplers.wait_until_built()
     lowered = [each.lowered for each in engines]
-    return SplitFleet(samplers, trainers, engines[0].engine, rows, lowered, parts, tokens), plan.run
+    joint = plan.joint_ranks
+    return SplitFleet(samplers, trainers, engines[0].engine, rows, lowered, parts, tokens, joint), plan.run
 
 
 def _start_samplers(
@@ -236,6 +238,7 @@ def _start_samplers(
     channel: ChannelSetup,
     recoveries: Recoveries,
 ) -> Ranks:
+    meeting = EngineMeeting(channel.store_host, channel.store_port, channel.prefix, planned.backend)
     setups = [
         SamplerSetup(
             rank=rank,
@@ -248,6 +251,7 @@ def _start_samplers(
             checkpoint=checkpoint,
             folder=folder,
             channel=channel,
+            meeting=meeting,
         )
         for rank, device in enumerate(planned.devices)
     ]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from trimtab.base.errors import EngineError
 from trimtab.config.known import ResolvedRun
@@ -23,12 +20,15 @@ from trimtab.rollout.conversations.episodes import Episodes
 from trimtab.rollout.conversations.hosts import Hosts
 from trimtab.rollout.conversations.replies import ReplyEncoder
 from trimtab.rollout.engine import Engine, Sampler
-from trimtab.rollout.external.engine import ExternalEngine
+from trimtab.rollout.external.engine import ExternalEngine, kv_cut
 from trimtab.rollout.external.find import interpreter
 from trimtab.rollout.external.kinds import KINDS
 from trimtab.rollout.external.lent import LentDevice
+from trimtab.rollout.native.cut import CutEngine
 from trimtab.rollout.native.engine import NativeEngine
+from trimtab.rollout.native.kv_codes import Stored
 from trimtab.rollout.native.replica import ReplicaEngine
+from trimtab.rollout.native.together import Together
 from trimtab.rollout.seat import ONLY_SEAT, EngineSeat
 
 
@@ -57,17 +57,18 @@ def open_engine(
     """The engine that a plan names. Where that is not what was asked for and cannot be had, the native one, with a plan of its
     own; ranks leave that to their driver."""
     longest = plan.job.longest_sequence
-    if not seat.owner:
+    if not seat.owner and plan.run.external:
         return plan, LentDevice(policy, longest)
     try:
-        return plan, make_engine(plan.run, policy, tokenizer, longest, recoveries, logs, seat.devices)
+        kv_dtype = config.model.kv_dtype
+        return plan, make_engine(plan.run, policy, tokenizer, longest, recoveries, logs, seat, kv_dtype)
     except EngineError as error:
         if seat.ranks > 1 or not gives_way(config.run, plan):
             raise
         choice = native_instead(plan, error)
     plan = planned(config.run.with_values({"engine": "native"}), plan.job, plan.machine)
     plan = replace(plan, choices=(*plan.choices, choice))
-    return plan, make_engine(plan.run, policy, tokenizer, longest, recoveries)
+    return plan, make_engine(plan.run, policy, tokenizer, longest, recoveries, kv_dtype=config.model.kv_dtype)
 
 
 def gives_way(asked: Run, plan: Plan) -> bool:
@@ -87,10 +88,10 @@ def make_engine(
     longest: int,
     recoveries: Recoveries,
     logs: Path | None = None,
-    devices: Sequence[torch.device] = (),
+    seat: EngineSeat = ONLY_SEAT,
+    kv_dtype: Stored = "auto",
 ) -> Engine:
-    """The rollout engine of a plan, for sequences of up to this many tokens. `devices`: those that it spans, where they are not
-    the policy's own and the ones behind it."""
+    """The rollout engine of a plan, for sequences of up to this many tokens. `seat`: the rank's, where there are several."""
     rollout = run.rollout
     settings: dict[str, Any] = {
         "policy": policy,
@@ -105,12 +106,19 @@ def make_engine(
         "on_recovery": recoveries.of_engine,
     }
     if run.engine == "native":
+        settings["kv_dtype"] = kv_dtype
+    if run.engine == "native" and rollout.tensor_parallel > 1:
+        assert seat.meeting is not None
+        parts, store = rollout.tensor_parallel, seat.open_store()
+        together = Together(store, seat.place, parts, policy.device, seat.meeting.backend)
+        return CutEngine(**settings, together=together, kv_parts=kv_cut(policy.config, parts))
+    if run.engine == "native":
         return (ReplicaEngine if isinstance(policy, ShardedPolicy) else NativeEngine)(**settings)
     eager = policy.device.type == "cpu" if rollout.eager is None else rollout.eager
     python = interpreter(rollout.python)
     settings |= {"longest": longest, "eager": eager, "python": python, "processes": rollout.processes}
     settings |= {"tensor_parallel": rollout.tensor_parallel, "logs": logs, "on_restart": recoveries.restarted}
-    settings |= {"devices": devices}
+    settings |= {"devices": seat.devices}
     return ExternalEngine(KINDS[run.engine], **settings)
 
 

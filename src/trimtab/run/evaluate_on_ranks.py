@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from trimtab.cluster.fleet import Fleet
+from trimtab.cluster.mesh import LOCALHOST, open_store
 from trimtab.cluster.ranks import Ranks
 from trimtab.cluster.rewards import RankedClassifier
 from trimtab.config.resolved import ResolvedConfig
@@ -18,6 +19,7 @@ from trimtab.observe.stall_watch import STALL_STEPS
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.work import Lengths, evaluation_job_of
 from trimtab.reward.models import ModelBackend
+from trimtab.rollout.seat import EngineMeeting
 from trimtab.run.assemble_ranks import RankPlan, plan_over
 from trimtab.run.evaluation_rank import EvaluationSetup
 from trimtab.run.generating_rank import EngineFacts
@@ -43,6 +45,8 @@ def open_fleet(
     plan, devices = planned.plan, planned.devices
     paths = () if models is None else tuple(models.paths)
     count = len(devices)
+    store = open_store()
+    meeting = EngineMeeting(LOCALHOST, store.port, "evaluation", planned.backend)
     setups = [
         EvaluationSetup(
             rank=rank,
@@ -53,6 +57,7 @@ def open_fleet(
             plan=plan,
             devices=devices,
             reward_models=paths,
+            meeting=meeting,
         )
         for rank, where in enumerate(devices)
     ]
@@ -61,10 +66,11 @@ def open_fleet(
         "trimtab.run.evaluation_rank",
         setups,
         logs,
-        variables=[{"OMP_NUM_THREADS": str(plan.run.threads)}] * count,
+        variables=[{"OMP_NUM_THREADS": str(plan.run.threads), "GLOO_SOCKET_IFNAME": "lo"}] * count,
         stall_s=STALL_STEPS * plan.times.total,
     )
     stack.callback(ranks.close)
+    ranks.store = store  # it lives as long as they do
     facts: list[EngineFacts] = ranks.wait_until_built()
     if models is not None:
         models.use([RankedClassifier(ranks, number) for number in range(len(paths))])
@@ -75,4 +81,5 @@ def open_fleet(
         [each.lowered for each in facts],
         plan.engine_devices,
         plan.prefill_tokens_per_step,
+        joint=plan.joint_ranks,
     )

@@ -17,7 +17,7 @@ from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.schema import Config, Model
 from trimtab.config.sft import SftConfig
 from trimtab.model.adapters import load_adapters
-from trimtab.model.load import DTYPES, load_model, load_tokenizer, resolve_dtype, save_model
+from trimtab.model.load import DTYPES, is_part, load_model, load_tokenizer, remember_whole, resolve_dtype, save_model
 from trimtab.record.checkpoint import (
     CONFIG,
     STATE,
@@ -119,22 +119,24 @@ def _writing_aside(target: Path, to: Path) -> Iterator[Path]:
 
 def _write(config: Config | SftConfig, source: Path, aside: Path, dtype: str) -> None:
     model = config.model
+    trained_in = str(resolve_dtype(model, torch.device(config.run.device))).removeprefix("torch.")
+    wanted = trained_in if dtype == "same" else dtype
     if model.lora is not None:
-        trained_in = str(resolve_dtype(model, torch.device(config.run.device))).removeprefix("torch.")
-        settings = model.with_values({"dtype": trained_in if dtype == "same" else dtype})
+        settings = model.with_values({"dtype": wanted})
         base = load_model(settings, torch.device("cpu"))
         with explain_load_errors(source):
             adapted = load_adapters(base, source)
         save_model(adapted, load_tokenizer(settings), aside)
-    elif dtype == "same":
+    elif dtype == "same" and not is_part(model):
         for file in source.iterdir():
             if file.name != STATE and _is_exported(file.name):
                 copy = shutil.copytree if file.is_dir() else shutil.copy2
                 copy(file, aside / file.name)
     else:
         trusted = model.trust_remote_code
-        settings = Model.model_validate({"path": str(source), "dtype": dtype, "trust_remote_code": trusted})
-        save_model(load_model(settings, torch.device("cpu")), load_tokenizer(settings), aside)
+        settings = Model.model_validate({"path": str(source), "dtype": wanted, "trust_remote_code": trusted})
+        loaded = remember_whole(load_model(settings, torch.device("cpu")), model)
+        save_model(loaded, load_tokenizer(settings), aside)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from trimtab.config.resolved import ResolvedConfig
 from trimtab.model.policy import Policy
 from trimtab.plan.planner import Plan
 from trimtab.reward.models import Classifier
-from trimtab.rollout.seat import seat_of
+from trimtab.rollout.seat import EngineMeeting, seat_of
 from trimtab.run.engines import open_engine
 from trimtab.run.machine import memory_limit
 from trimtab.run.rollout_orders import LinkReports, RolloutOrders
@@ -32,6 +32,8 @@ class GeneratingSetup:
     plan: Plan
     devices: tuple[str, ...]
     """Of all ranks that generate."""
+    meeting: EngineMeeting
+    """Of the ranks of engines that are cut over devices."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class GeneratingRank(RolloutOrders):
         self, setup: GeneratingSetup, policy: Policy, classifiers: Sequence[Classifier] = (), logs: Path | None = None
     ) -> None:
         reports: Any = LinkReports(self._link)
-        seat = seat_of(setup.rank, setup.devices, setup.plan.engine_devices)
+        seat = seat_of(setup.rank, setup.devices, setup.plan.engine_devices, setup.meeting)
         _, engine = open_engine(setup.config, setup.plan, policy, setup.tokenizer, reports, logs, seat)
         self._use_engine(engine, classifiers)
         self._link.progress = self._rollout_progress

@@ -29,6 +29,7 @@ from trimtab.model.load import load_config, load_tokenizer, refuse_without_weigh
 from trimtab.model.policy import Policy, refuse_other_layers
 from trimtab.observe.recoveries import Recoveries
 from trimtab.plan.planner import Plan
+from trimtab.plan.quantised import refuse_base
 from trimtab.plan.work import Lengths
 from trimtab.record.checkpoint import RunState
 from trimtab.record.folder import find_folder, refuse_existing
@@ -39,6 +40,7 @@ from trimtab.run.build import refuse_kernels, refuse_missing_sinks
 from trimtab.run.inputs import Inputs, given_rows
 from trimtab.run.ray_hosts import open_device
 from trimtab.run.roles import Trainer
+from trimtab.run.shapes import shape_of
 from trimtab.run.stage import CheckedRun, OnWait
 from trimtab.update.batch import Sample, parts_by_prompt
 from trimtab.update.objectives.objective import Objective
@@ -193,6 +195,8 @@ def check(stage: OfflineStage, config: Offline, inputs: Inputs, stack: ExitStack
     refuse_other_layers(config.model)
     if config.model.lora is not None:
         refuse_unknown_targets(config.model.lora, load_config(config.model), config.model.trust_remote_code)
+        if config.model.base in ("fp8", "4bit"):
+            refuse_base(config.model.base, shape_of(config.model.path, config.model.trust_remote_code))
     tokenizer = load_tokenizer(config.model)
     learn, data = config.learn, config.data
     given = given_rows(inputs.train_rows, data.train, "data.train")

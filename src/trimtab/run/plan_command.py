@@ -20,6 +20,7 @@ from trimtab.plan.ledger import GIB
 from trimtab.plan.placed_report import arranged_as_dict, refuse_split
 from trimtab.plan.placement import SHARDS_BUILT
 from trimtab.plan.planner import PROFILES, Plan
+from trimtab.plan.reading import refuse_reading
 from trimtab.plan.refusal import refuse, refuse_small_kv, refuse_what_engines_cannot
 from trimtab.plan.refuse_devices import refuse_devices
 from trimtab.plan.report import as_dict
@@ -116,8 +117,8 @@ def look(file: Path, overrides: list[str], asked: PlanOptions) -> PlanResult:
         notes.append(
             f"Assuming completions as long as in {asked.like}: {job.expected_completion:.0f} tokens on average."
         )
-    if config.run.rollout.tensor_parallel > 1 and machine.devices == 1:
-        parts = config.run.rollout.tensor_parallel
+    if config.run.external and config.run.cut > 1 and machine.devices == 1:
+        parts = config.run.cut
         notes.append(f"vLLM splits its copy of the model over {parts} devices; the plan shows the trainer's device.")
     if config.run.engine == "sglang" and machine.cpu:
         fix = "Write run.engine: native or vllm, or name a --device."
@@ -126,6 +127,7 @@ def look(file: Path, overrides: list[str], asked: PlanOptions) -> PlanResult:
         what = f"{config.run.kernels} kernels need a GPU, and the plan is for a CPU"
         raise ConfigError([Problem("run.kernels", what, "Write auto, or name a --device.")])
     refuse_devices(config.run, job, machine)
+    refuse_reading(config.run, job, machine)
     refuse_small_kv(config.run, job, machine)
     refuse_what_engines_cannot(config.run, job, machine)
     arranged, filled = arrange(config.run, job, machine, profile), profile

@@ -43,7 +43,7 @@ from trimtab.record.layout import RANK_LOGS
 from trimtab.record.part import CheckpointPart, PartWritten, copy_part, write_part
 from trimtab.record.saving import refuse_diverged
 from trimtab.rollout.external.lent import LentDevice
-from trimtab.rollout.seat import seat_of
+from trimtab.rollout.seat import EngineMeeting, seat_of
 from trimtab.run.build import PolicyFacts, own_modes, policy_facts, update_settings, use_planned_kernels
 from trimtab.run.calibrate import probe
 from trimtab.run.machine import load_within, memory_limit
@@ -192,7 +192,8 @@ class Rank(RolloutOrders, ProfileOrders):
             )
         use_planned_kernels(plan, policy, reference)
         reference = put_reference_away(reference, plan.run)
-        seat = seat_of(setup.rank, setup.devices, plan.engine_devices)
+        meeting = EngineMeeting(setup.store_host, setup.store_port, setup.prefix, setup.backend)
+        seat = seat_of(setup.rank, setup.devices, plan.engine_devices, meeting)
         reports: Any = LinkReports(self._link)
         _, engine = stage.open_engine(ready, plan, policy, reports, logs, lambda what: None, seat)
         self._use_engine(engine, load_classifiers(setup.reward_models, device, policy.dtype))
@@ -210,7 +211,9 @@ class Rank(RolloutOrders, ProfileOrders):
         cut = mesh.device_mesh if isinstance(policy, ShardedPolicy) else None
         critic = None if "critic" in setup.elsewhere else stage.open_critic(config, device, cut, mesh)
         self._policy, self._reference = policy, reference
-        self._share_rows(setup, {"policy": policy, "reference": reference, "critic": critic and critic.policy})
+        self._share_rows(
+            setup, {"policy": policy, "reference": reference, "critic": None if critic is None else critic.policy}
+        )
         self._updaters: dict[str, Updater] = {"policy": updater} | ({} if critic is None else {"critic": critic})
         self._trainer = LocalTrainer(
             updater, engine, Governor(plan, False, False, 1), ready.tokenizer, reference=reference, critic=critic,

@@ -22,6 +22,7 @@ from trimtab.plan.job import Machine
 from trimtab.plan.visible import VisibleDevice, choose_devices
 from trimtab.rollout.external.find import engines_here
 from trimtab.run.machine import as_planned, memory_limit, pick_device
+from trimtab.workers.places import WorkerPlaces
 
 if TYPE_CHECKING:
     from trimtab.cluster.ray import ReservedDevices
@@ -97,6 +98,12 @@ class RayHosts:
         most = max(self.nodes, key=lambda node: node.count("GPU"))
         return place(count, self.kind, most.accelerator if self.kind == "GPU" and len(kinds) > 1 else None)
 
+    def worker_places(self) -> WorkerPlaces | None:
+        """Where rewards and environments run: on all hosts; None where there is only one."""
+        from trimtab.cluster.ray_workers import ClusterPlaces
+
+        return None if len(self.nodes) < 2 else ClusterPlaces([(node.node, str(node)) for node in self.nodes])
+
     def _refuse_few_cpus(self, run: Run) -> None:
         there = sum(node.count("CPU") for node in self.nodes)
         if run.devices != "auto" and run.devices > there:
@@ -156,7 +163,7 @@ def open_hosts(run: Run, before: int = 0, tell: Callable[[str], None] = lambda w
         return
     from trimtab.cluster.ray_nodes import connect, refuse_unequal_nodes
 
-    if run.rollout.tensor_parallel > 1:
+    if run.external and run.cut > 1:
         what = "on a Ray cluster a rank has one GPU, and cannot cut its engine over several"
         raise ConfigError([Problem("run.rollout.tensor_parallel", what, "Leave it out.")])
     tell(f"looking at the Ray cluster at {address}")

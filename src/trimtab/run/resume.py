@@ -25,6 +25,7 @@ from trimtab.record.folder import changes
 CANNOT_CHANGE = {
     "learn.critic.path": "another critic",
     "learn.optimizer.states": "another type of optimizer state",
+    "model.base": "another frozen model under the adapters",
     "model.lora": "other adapters",
 }
 """Keys that a checkpoint's optimizer is made for, and what a change of each would mean."""

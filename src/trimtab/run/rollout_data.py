@@ -229,6 +229,7 @@ def open_scorer(
         base_dir=inputs.base_dir,
         functions=inputs.rewards,
         run_dir=run_dir,
+        places=None if inputs.hosts is None else inputs.hosts.worker_places(),
     )
     try:
         for there in columns:
@@ -249,6 +250,7 @@ def open_hosts(config: Config, inputs: Inputs, tokenizer: Any) -> Hosts | None:
         workers=pick_reward_workers(config.run),
         base_dir=inputs.base_dir,
         objects=inputs.environment,
+        places=None if inputs.hosts is None else inputs.hosts.worker_places(),
     )
 
 

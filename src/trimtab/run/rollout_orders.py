@@ -15,6 +15,7 @@ from trimtab.reward.models import Classifier
 from trimtab.rollout.engine import Engine, Request, RolloutStats
 from trimtab.rollout.external.engine import ExternalEngine
 from trimtab.rollout.feed import Bounds, FedEngine
+from trimtab.rollout.native.cut import CutEngine
 from trimtab.rollout.trajectory import Group
 from trimtab.workers.messages import Cell
 
@@ -58,6 +59,11 @@ class RolloutOrders(Orders):
         yield engine.stats
         yield engine.lowered
 
+    def follow(self, requests: Sequence[Request], bounds: Bounds) -> None:
+        """Generate what the first rank of this one's engine does, which says what came of it."""
+        assert isinstance(self._engine, CutEngine)
+        self._engine.follow(requests, bounds)
+
     def lend(self) -> None:
         self._engine.lend()
 
@@ -84,6 +90,6 @@ class RolloutOrders(Orders):
     def _rollout_progress(self) -> tuple[int, ...]:
         """Changes as long as the engine works, or waits for work, and as reward models score."""
         stats, waits = self._engine.stats, 0 if self._feed is None else self._feed.waits
-        waits += self._engine.waits if isinstance(self._engine, ExternalEngine) else 0
+        waits += self._engine.waits if isinstance(self._engine, ExternalEngine | CutEngine) else 0
         scored = sum(each.passes for each in self._classifiers)
         return stats.decode_steps, stats.prefill_tokens, waits, scored

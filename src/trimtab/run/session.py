@@ -25,8 +25,9 @@ from trimtab.observe.card import rollout_batch
 from trimtab.observe.recoveries import Recoveries
 from trimtab.observe.tasks import Tasks
 from trimtab.plan.planner import Plan
+from trimtab.plan.quantised import refuse_base
 from trimtab.plan.refusal import refuse_uneven_cut
-from trimtab.plan.refuse_devices import refuse_unbuilt_placement
+from trimtab.plan.refuse_devices import refuse_cut_over_missing, refuse_unbuilt_placement
 from trimtab.plan.work import refuse_mixture_keys
 from trimtab.record.batches import SampledBatch, load_batches
 from trimtab.record.checkpoint import RunState, read_state
@@ -76,6 +77,16 @@ class CheckedPrompts(CheckedRun):
     environment: EnvironmentSession | None
 
 
+def rounded_kv(config: ResolvedConfig) -> str:
+    """What to know of keys and values that are stored in fewer bits than the model's; empty where they are not."""
+    if config.model.kv_dtype != "fp8" or config.learn.importance.level != "off":
+        return ""
+    return (
+        "model.kv_dtype: fp8: tokens are sampled with rounded keys and values and learned without the rounding; "
+        "rollout/logprob_gap says how far apart they are, and learn.importance.level: token corrects for it"
+    )
+
+
 def check(asked: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> CheckedPrompts:
     """Try everything that needs no weights, cheapest first. Writes nothing."""
     device = open_device(asked.run, inputs.hosts, stack)
@@ -83,6 +94,8 @@ def check(asked: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> C
     refuse_existing(folder, resume)
     refuse_unbuilt_placement(asked.run)
     refuse_without_engine(asked.run, device)
+    if inputs.hosts is None and asked.run.devices == "auto" and not isinstance(asked.run.placement, dict):
+        refuse_cut_over_missing(asked.run, 1 if device.type == "cpu" else torch.cuda.device_count())
     refuse_missing_sinks(asked.observe)
     refuse_kernels(asked.run, asked.model, device)
     config = with_found_rewards(resolve_config(asked), inputs)
@@ -90,7 +103,7 @@ def check(asked: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> C
     if not resume:  # or a checkpoint may have them
         refuse_without_weights(config.model)
     refuse_other_layers(config.model)
-    if config.run.rollout.tensor_parallel > 1:
+    if config.run.cut > 1:
         refuse_uneven_cut(config.run, shape_of(config.model.path, config.model.trust_remote_code))
     hosts = open_hosts(config, inputs, tokenizer)
     if hosts is not None:
@@ -101,6 +114,8 @@ def check(asked: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> C
         refuse_mixture_keys(config, shape_of(config.model.path, config.model.trust_remote_code))
     if config.model.lora is not None:
         refuse_unknown_targets(config.model.lora, load_config(config.model), config.model.trust_remote_code)
+        if config.model.base in ("fp8", "4bit"):
+            refuse_base(config.model.base, shape_of(config.model.path, config.model.trust_remote_code))
     refuse_other_critic(config, work)
     tasks = work.tasks(config)
     scorer = open_scorer(config, inputs, work.columns, run_dir=folder)
@@ -112,7 +127,7 @@ def check(asked: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> C
         tokenizer=tokenizer,
         rows=work.train.rows,
         lengths=work.lengths,
-        notes=(work.train.note, work.eval.note),
+        notes=(work.train.note, work.eval.note, rounded_kv(config)),
         before_loading=external_note(config.run),
         work=work,
         tasks=tasks,

@@ -10,14 +10,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trimtab.base.errors import ModelError
-from trimtab.config.load import AnyConfig
+from trimtab.config.load import AnyConfig, Offline
 from trimtab.config.resolved import ResolvedConfig
 from trimtab.config.schema import Model
 from trimtab.model.context import HYBRIDS, config_of_layer, context_of
+from trimtab.plan.job import Machine
+from trimtab.plan.reading import refuse_reading
 from trimtab.plan.shape import Block, ModelShape, read_shape
-from trimtab.plan.source import described_shape
+from trimtab.plan.source import described_shape, is_quantised, widened_from
 from trimtab.plan.stated import critic_of, models_of, reward_models_of
-from trimtab.plan.work import Models
+from trimtab.plan.work import Lengths, Models, job_of
 
 if TYPE_CHECKING:
     from trimtab.model.policy import Policy
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 def loaded_models(config: AnyConfig, policy: Policy) -> Models:
     """The models of a run whose policy is loaded."""
+    from trimtab.model.codes import codes_of
+
     shape = shape_of_model(policy.model)
     return Models(
         shape=shape,
@@ -32,8 +36,10 @@ def loaded_models(config: AnyConfig, policy: Policy) -> Models:
         adapters=sum(p.numel() for p in policy.parameters()) if config.model.lora else 0,
         fused=policy.fused,
         tiled_head=policy.tiled_head,
+        stored=widened_from(config, shape.has_experts),
         critic=critic_of(config, shape, shape_of),
         reward_models=reward_models_of(config, shape_of),
+        codes=codes_of(policy.model),
     )
 
 
@@ -48,6 +54,14 @@ def stated_models(config: AnyConfig, shape: ModelShape, cpu: bool = False, tiled
     return models_of(config, shape, shape_of, cpu, tiled_head)
 
 
+def refuse_unreadable(config: ResolvedConfig | Offline, lengths: Lengths, machine: Machine) -> None:
+    """Refuse, before it is read, a model that fits nowhere once it is dequantised."""
+    if is_quantised(config.model.path):
+        shape = shape_of(config.model.path, config.model.trust_remote_code)
+        job = job_of(config, stated_models(config, shape, machine.cpu, machine.device.tiled_head), lengths)
+        refuse_reading(config.run, job, machine)
+
+
 def shape_of(path: str, trust_remote_code: bool = False) -> ModelShape:
     """The shape of the model that a path names."""
     described = described_shape(path)
@@ -56,7 +70,7 @@ def shape_of(path: str, trust_remote_code: bool = False) -> ModelShape:
     from trimtab.model.load import building, load_config
     from trimtab.model.policy import refuse_other_layers
 
-    model = Model(path=path, trust_remote_code=trust_remote_code)
+    model = Model(path=path, base="bf16", trust_remote_code=trust_remote_code)
     refuse_other_layers(model)
     read = load_config(model)
     with building(model, read):
@@ -77,11 +91,12 @@ def shape_of_model(model: Any) -> ModelShape:
     """The shape of a built model, adapters left out; facts that its config does not state get their usual values."""
     import torch
 
+    from trimtab.model.codes import parameter_elements
+
     text = model.config.get_text_config()
     if text.model_type in HYBRIDS and model.device.type != "meta":
         return measured_shape(model.config)  # where a forward pass needs no weights, and no other rank
-    own = [(name, p) for name, p in model.named_parameters() if "lora_" not in name]
-    total = sum(p.numel() for _, p in own)
+    total = parameter_elements(model) - sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
     try:
         known = read_shape(text.to_dict())
         if known.parameters == total:
@@ -103,13 +118,24 @@ def shape_of_model(model: Any) -> ModelShape:
     return replace(shape, other=total - shape.parameters)
 
 
+NORMS_AFTER = ("post_feedforward_layernorm", "post_mlp_layernorm")
+"""What layers call a norm of what they add to the residual."""
+
+
 def _measured_block(config: Any, index: int, layer: Any) -> Block:
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     count = sum(p.numel() for name, p in layer.named_parameters() if "lora_" not in name)
-    block = Block(heads, kv_heads, size, size, width[index] if isinstance(width, Sequence) else width, count, count)
+    attention, window = getattr(layer, "self_attn", None), None
+    if isinstance(getattr(attention, "sliding_window", None), int):
+        window = attention.sliding_window
+    block = Block(
+        heads, kv_heads, size, size, width[index] if isinstance(width, Sequence) else width, count, count, window,
+        head_norm=hasattr(attention, "q_norm"), sandwich=any(hasattr(layer, name) for name in NORMS_AFTER),
+        dense=getattr(config, "attn_logit_softcapping", None) is not None,
+    )  # fmt: skip
     return _with_experts(block, config, layer)
 
 

@@ -93,18 +93,18 @@ class MicroBatch:
     """This rank's part of the row, by the group that shares it."""
 
     @property
-    def sizes(self) -> tuple[int, int, int, int, int]:
-        """Tokens, predictions, keys seen, segments and pairs of a query and a key: what memory depends on."""
+    def sizes(self) -> tuple[int, int, int, int, int, int]:
+        """Tokens, predictions, keys seen, segments and pairs of a query and a key: what memory depends on. 0: all is here."""
         plan = self.plan
-        return len(self.tokens_T), len(self.targets_R), plan.keys, len(plan.lengths), plan.pairs
+        return len(self.tokens_T), len(self.targets_R), plan.keys, len(plan.lengths), plan.pairs, 0
 
-    def sizes_on(self, group: SequenceGroup | None) -> tuple[int, int, int, int, int]:
-        """The same of what this rank has of the row."""
+    def sizes_on(self, group: SequenceGroup | None) -> tuple[int, int, int, int, int, int]:
+        """The same of what this rank has of the row, and how many tokens the row has."""
         if group is None:
             return self.sizes
         row = self._cut(group)
         own, plan = row.own(self.predictors_on_host_R), row.plan
-        return len(row.rows_S), len(own.mine), plan.keys, len(plan.lengths), plan.pairs
+        return len(row.rows_S), len(own.mine), plan.keys, len(plan.lengths), plan.pairs, len(self.tokens_T)
 
     def _cut(self, group: SequenceGroup) -> CutRow:
         if id(group) not in self._cuts:

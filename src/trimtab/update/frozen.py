@@ -24,7 +24,7 @@ from trimtab.update.updater import Progress
 class FrozenScorer:
     """Scores samples as an Updater does. What is of training alone is nothing here."""
 
-    overlaps = False
+    overlaps = balances = False
     checkpoint_activations: Recompute = True
     fused = False
     activations_offloaded = True

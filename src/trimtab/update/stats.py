@@ -47,7 +47,7 @@ class UpdateStats:
     largest: int = 0
     """Most tokens of a micro-batch on a device."""
     microbatches: int = 0
-    sizes: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    sizes: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
     """Sizes of each micro-batch, as `plan.activations.MicroBatchSize` takes them."""
     token_budget: int = 0
     """The cap on what a device has of each."""
@@ -80,18 +80,20 @@ class UpdateStats:
         return self
 
     @classmethod
-    def of_ranks(cls, found: Sequence[UpdateStats], imbalance: float) -> UpdateStats:
-        """What ranks found in their shares of a step, together."""
+    def of_ranks(cls, found: Sequence[UpdateStats], imbalance: float, sharing: int = 1) -> UpdateStats:
+        """What ranks found in their shares of a step, together. `sharing`: how many consecutive ranks found the same because they
+        share micro-batches; each has sizes of its own."""
         whole = cls(token_budget=max(stats.token_budget for stats in found), imbalance=imbalance)
+        whole.sizes = [size for stats in found for size in stats.sizes]
+        whole.largest = max(stats.largest for stats in found)
+        found = found[::sharing]
         whole.row_ranks = found[0].row_ranks
         for stats in found:
             for name, total in stats.sums.items():
                 whole.sums[name] = whole.sums[name] + total if name in whole.sums else total
             whole.tokens += stats.tokens
             whole.row_tokens += stats.row_tokens
-            whole.largest = max(whole.largest, stats.largest)
             whole.microbatches += stats.microbatches
-            whole.sizes += stats.sizes
             whole.kl_ref_of += stats.kl_ref_of
         return whole
 

@@ -18,14 +18,15 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any, Protocol
 
 from trimtab.base.errors import TrimtabError
 from trimtab.workers.messages import Failure, Tally
-from trimtab.workers.process import Stopped, Worker
+from trimtab.workers.places import AnyWorker, Found, ThisMachine, WorkerPlaces
+from trimtab.workers.process import Stopped
 
 LOAD_TIMEOUT_S = 300.0
 """For the imports of the user's code; it may load a model of its own."""
@@ -79,20 +80,27 @@ class WorkerSpec:
 
     module: str
     """Run as the worker process."""
-    boot: Callable[[], bytes]
-    """The first message; its answer is `WorkerPool.loaded`, or a Failure."""
+    boot: Callable[[Found], bytes]
+    """The first message, by how a worker finds the user's code; its answer is `WorkerPool.loaded`, or a Failure."""
     name: str
     """In names of threads and in errors: what the workers are."""
     importing: str
     """In errors: what they load."""
     error: type[TrimtabError]
+    files: Sequence[str] = ()
+    """Of the user's code, with absolute paths."""
 
 
 class WorkerPool:
-    """Workers behind one queue. Made when the user's code has loaded in one of them; the spec's error otherwise."""
+    """Workers behind one queue. Made when the user's code has loaded in one of them on each host; the spec's error otherwise."""
 
-    def __init__(self, spec: WorkerSpec, workers: int) -> None:
+    def __init__(self, spec: WorkerSpec, workers: int, places: WorkerPlaces | None = None) -> None:
+        """`workers`: on each host. `places`: where they are; None: on this machine."""
         self._spec = spec
+        self._places = places or ThisMachine()
+        workers *= self._places.count
+        self._untried = set(range(self._places.count))
+        """Hosts on which no worker has loaded yet."""
         self._queue = _Queue(workers)
         self._stop = threading.Event()
         self._ready = threading.Event()
@@ -133,16 +141,16 @@ class WorkerPool:
 
     def _drive(self, number: int) -> None:
         """Keep one worker and feed it until the pool is closed."""
-        worker: Worker | None = None
+        worker: AnyWorker | None = None
         try:
             while True:
-                worker = worker or self._start()
+                worker = worker or self._start(number)
                 call = self._queue.get(number)
                 if call is None:
                     break
                 if not worker.healthy():  # died between two calls: that is nobody's failure
                     worker.kill()
-                    worker = self._start()
+                    worker = self._start(number)
                 reply = _serve(worker, call, number)
                 if isinstance(reply.result, Failure) and reply.result.kind in ("timeout", "crashed"):
                     worker.kill()
@@ -157,29 +165,33 @@ class WorkerPool:
             if worker is not None:
                 worker.kill()
 
-    def _start(self) -> Worker:
+    def _start(self, number: int) -> AnyWorker:
         """A worker that has loaded everything."""
         for attempt in range(1, LOAD_ATTEMPTS + 1):
             if self._stop.is_set():
                 raise Stopped
-            worker = Worker(self._stop, self._spec.module)
+            again = attempt > 1 or number % self._places.count not in self._untried
+            worker, found, where = self._places.start(number, self._stop, self._spec.module, self._spec.files, again)
             try:
-                answer = worker.ask(self._spec.boot(), LOAD_TIMEOUT_S)
+                answer = worker.ask(self._spec.boot(found), LOAD_TIMEOUT_S)
             except BaseException:
                 worker.kill()
                 raise
             if not isinstance(answer, Failure):
                 self.loaded = answer
-                self._ready.set()
+                self._untried.discard(number % self._places.count)
+                if not self._untried:
+                    self._ready.set()
                 return worker
             worker.kill()
             if not self._ready.is_set() or attempt == LOAD_ATTEMPTS:
                 break
             self._stop.wait(attempt)
-        raise self._spec.error(str(answer) if answer.kind == "raised" else f"importing {self._spec.importing} {answer}")
+        said = str(answer) if answer.kind == "raised" else f"importing {self._spec.importing} {answer}"
+        raise self._spec.error(f"{said}{where}")
 
 
-def _serve(worker: Worker, call: WorkerCall, number: int) -> Reply:
+def _serve(worker: AnyWorker, call: WorkerCall, number: int) -> Reply:
     try:
         message = pickle.dumps(call.message())
     except Exception as error:  # a column of the user's that cannot be pickled

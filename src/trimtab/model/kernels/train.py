@@ -13,7 +13,15 @@ import torch
 import triton
 import triton.language as tl
 
-from trimtab.model.kernels.shared import activate, warps_for, weighted
+from trimtab.model.kernels.shared import (
+    activate,
+    normalised,
+    partner,
+    turns_back,
+    warps_for,
+    weighted,
+    whole_norms,
+)
 from trimtab.model.norms import HeadNorm, Norm, Rotary
 from trimtab.model.sizes import TOKEN_SUM_PROGRAMS
 
@@ -36,18 +44,19 @@ def _add_norm(
     dtype: tl.constexpr = OUT.dtype.element_ty
     x = tl.load(X + t * E + e, mask=e < E, other=0.0).to(tl.float32)
     if POST_KIND > 0:
-        scale = tl.rsqrt(tl.sum(x * x, 0) / E + post_eps)
+        x, scale = normalised(x, e, post_eps, E, POST_KIND)
         tl.store(POST_SCALES + t, scale)
-        x = weighted(x * scale, tl.load(POST + e, mask=e < E, other=0.0), dtype, POST_KIND)
+        x = weighted(x, tl.load(POST + e, mask=e < E, other=0.0), dtype, POST_KIND)
     if FACTOR:
         x = (x * factor).to(dtype).to(tl.float32)
     if HAS_RES:
         x += tl.load(RES + t * E + e, mask=e < E, other=0.0)
     tl.store(OUT_RES + t * E + e, x, mask=e < E)
-    scale = tl.rsqrt(tl.sum(x * x, 0) / E + pre_eps)
-    tl.store(SCALES + t, scale)
-    y = weighted(x * scale, tl.load(PRE + e, mask=e < E, other=0.0), dtype, PRE_KIND)
-    tl.store(OUT + t * E + e, y.to(dtype), mask=e < E)
+    if PRE_KIND > 0:
+        x, scale = normalised(x, e, pre_eps, E, PRE_KIND)
+        tl.store(SCALES + t, scale)
+        x = weighted(x, tl.load(PRE + e, mask=e < E, other=0.0), dtype, PRE_KIND)
+    tl.store(OUT + t * E + e, x.to(dtype), mask=e < E)
 
 
 @triton.jit
@@ -55,9 +64,8 @@ def _norm(RES, OUT, PRE, eps, E: tl.constexpr, EP: tl.constexpr, KIND: tl.conste
     """The second half of `_add_norm`."""
     t, e = tl.program_id(0).to(tl.int64), tl.arange(0, EP)
     dtype: tl.constexpr = OUT.dtype.element_ty
-    x = tl.load(RES + t * E + e, mask=e < E, other=0.0)
-    scale = tl.rsqrt(tl.sum(x * x, 0) / E + eps)
-    y = weighted(x * scale, tl.load(PRE + e, mask=e < E, other=0.0), dtype, KIND)
+    x, _ = normalised(tl.load(RES + t * E + e, mask=e < E, other=0.0), e, eps, E, KIND)
+    y = weighted(x, tl.load(PRE + e, mask=e < E, other=0.0), dtype, KIND)
     tl.store(OUT + t * E + e, y.to(dtype), mask=e < E)
 
 
@@ -69,18 +77,25 @@ def _add_norm_back(
     """Gradients of the residual, of x and of both weights; `P` programs share the tokens."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     e = tl.arange(0, EP)
-    pre = _factors(tl.load(PRE + e, mask=e < E, other=0.0), PRE_KIND)
+    pre = tl.zeros([EP], tl.float32)
+    if PRE_KIND > 0:
+        pre = _factors(tl.load(PRE + e, mask=e < E, other=0.0), PRE_KIND)
     post = pre
     if POST_KIND > 0:
         post = _factors(tl.load(POST + e, mask=e < E, other=0.0), POST_KIND)
     sum_pre, sum_post = tl.zeros([EP], tl.float32), tl.zeros([EP], tl.float32)
     for t in range(program, tokens, programs):
         at = (tl.zeros((), tl.int64) + t) * E + e
-        residual, scale = tl.load(OUT_RES + at, mask=e < E, other=0.0), tl.load(SCALES + t)
-        dy = tl.load(DY + at, mask=e < E, other=0.0).to(tl.float32)
-        sum_pre += dy * residual * scale
-        g, unit = dy * pre, residual * scale
-        d = scale * (g - unit * (tl.sum(g * unit, 0) / E))
+        d = tl.load(DY + at, mask=e < E, other=0.0).to(tl.float32)
+        if PRE_KIND > 0:
+            residual, scale = tl.load(OUT_RES + at, mask=e < E, other=0.0), tl.load(SCALES + t)
+            if PRE_KIND == 4:
+                residual = tl.where(e < E, residual - tl.sum(residual, 0) / E, 0.0)
+            sum_pre += d * residual * scale
+            g, unit = d * pre, residual * scale
+            d = scale * (g - unit * (tl.sum(g * unit, 0) / E))
+            if PRE_KIND == 4:
+                d = d - scale * (tl.sum(g, 0) / E)
         if HAS_DRES:
             d += tl.load(DRES + at, mask=e < E, other=0.0)
         if HAS_RES:
@@ -93,7 +108,8 @@ def _add_norm_back(
             g = d * post
             d = scale * (g - unit * (tl.sum(g * unit, 0) / E))
         tl.store(DX + at, d.to(DX.dtype.element_ty), mask=e < E)
-    tl.store(DPRE + program * E + e, sum_pre, mask=e < E)
+    if PRE_KIND > 0:
+        tl.store(DPRE + program * E + e, sum_pre, mask=e < E)
     if POST_KIND > 0:
         tl.store(DPOST + program * E + e, sum_post, mask=e < E)
 
@@ -127,7 +143,7 @@ def _gated_back(X, DY, DX, OUT, F: tl.constexpr, N: tl.constexpr, ACT: tl.conste
 @triton.jit
 def _rope(
     X, OUT, POS, COS, SIN, QN, KN, eps, H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, RD: tl.constexpr, NORM: tl.constexpr,
+    DP: tl.constexpr, RD: tl.constexpr, NORM: tl.constexpr, NEIGHBOURS: tl.constexpr,
 ):  # fmt: skip
     """Queries and keys of one token normalised and rotated, its values as they are."""
     t = tl.program_id(0).to(tl.int64)
@@ -135,8 +151,7 @@ def _rope(
     dtype: tl.constexpr = X.dtype.element_ty
     at = t * (H + 2 * K) * D + n * D
     real, rotated = (n < H + 2 * K) & (d < D), n < H + K
-    half: tl.constexpr = RD // 2
-    pair = tl.where(d < half, d + half, tl.where(d < RD, d - half, d))
+    pair = partner(d, RD, NEIGHBOURS)
     raw = tl.load(X + at + d, mask=real, other=0.0)
     x = raw.to(tl.float32)
     y = tl.load(X + at + pair, mask=real, other=0.0).to(tl.float32)
@@ -147,7 +162,9 @@ def _rope(
     pos = tl.load(POS + t)
     cos = tl.load(COS + pos * RD + d, mask=d < RD, other=1.0).to(tl.float32)
     sin = tl.load(SIN + pos * RD + d, mask=d < RD, other=0.0).to(tl.float32)
-    x = (x * cos).to(dtype).to(tl.float32) + (tl.where(d < half, -y, y) * sin).to(dtype).to(tl.float32)
+    x = (x * cos).to(dtype).to(tl.float32) + (tl.where(turns_back(d, RD, NEIGHBOURS), -y, y) * sin).to(dtype).to(
+        tl.float32
+    )
     tl.store(OUT + at + d, tl.where(rotated, x.to(dtype), raw), mask=real)
 
 
@@ -171,14 +188,13 @@ def _of_three(Q, K_, V, t, n, d, H: tl.constexpr, K: tl.constexpr, D: tl.constex
 @triton.jit(do_not_specialize=["tokens"])
 def _rope_back(
     X, DQ, DK, DV, DX, POS, COS, SIN, QN, KN, DQN, DKN, tokens, eps, H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, RD: tl.constexpr, NORM: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, RD: tl.constexpr, NORM: tl.constexpr, NEIGHBOURS: tl.constexpr,
 ):  # fmt: skip
     """Gradient of what `_rope` read; `P` programs share the tokens."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     n, d = tl.arange(0, HP)[:, None], tl.arange(0, DP)[None, :]
     real, rotated = (n < H + 2 * K) & (d < D), n < H + K
-    half: tl.constexpr = RD // 2
-    pair = tl.where(d < half, d + half, tl.where(d < RD, d - half, d))
+    pair = partner(d, RD, NEIGHBOURS)
     sum_q, sum_k = tl.zeros([DP], tl.float32), tl.zeros([DP], tl.float32)
     for t in range(program, tokens, programs):
         at = (tl.zeros((), tl.int64) + t) * (H + 2 * K) * D + n * D
@@ -188,7 +204,7 @@ def _rope_back(
         # x_d also enters its partner's output, times the partner's sine: plus for the first half, minus for the second.
         sin = tl.load(SIN + pos * RD + pair, mask=d < RD, other=0.0).to(tl.float32)
         other = _of_three(DQ, DK, DV, t, n, pair, H, K, D).to(tl.float32) * sin
-        g = raw.to(tl.float32) * cos + tl.where(d < half, other, -other)
+        g = raw.to(tl.float32) * cos + tl.where(turns_back(d, RD, NEIGHBOURS), other, -other)
         if NORM > 0:
             x = tl.load(X + at + d, mask=real, other=0.0).to(tl.float32)
             scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
@@ -203,6 +219,25 @@ def _rope_back(
         d1 = tl.arange(0, DP)
         tl.store(DQN + program * D + d1, sum_q, mask=d1 < D)
         tl.store(DKN + program * D + d1, sum_k, mask=d1 < D)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _whole_norm_back(
+    X, DX, W, SCALES, DW, tokens, stride, offset, E: tl.constexpr, EP: tl.constexpr, KIND: tl.constexpr
+):  # fmt: skip
+    """Gradient of what `_whole_norm` read, in place, and of its weight; `P` programs share the tokens."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    e = tl.arange(0, EP)
+    weight, total = _factors(tl.load(W + e, mask=e < E, other=0.0), KIND), tl.zeros([EP], tl.float32)
+    for t in range(program, tokens, programs):
+        at = (tl.zeros((), tl.int64) + t) * stride + offset + e
+        dy, scale = tl.load(DX + at, mask=e < E, other=0.0).to(tl.float32), tl.load(SCALES + t)
+        unit = tl.load(X + at, mask=e < E, other=0.0).to(tl.float32) * scale
+        total += dy * unit
+        g = dy * weight
+        d = scale * (g - unit * (tl.sum(g * unit, 0) / E))
+        tl.store(DX + at, d.to(DX.dtype.element_ty), mask=e < E)
+    tl.store(DW + program * E + e, total, mask=e < E)
 
 
 @triton.jit
@@ -226,24 +261,28 @@ def sum_copies(dy_SX: torch.Tensor, order_S: torch.Tensor, starts_T: torch.Tenso
 
 
 def add_norm(
-    residual_TE: torch.Tensor | None, x_TE: torch.Tensor, pre: Norm, post: Norm | None, factor: float
+    residual_TE: torch.Tensor | None, x_TE: torch.Tensor, pre: Norm | None, post: Norm | None, factor: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The new residual, its norm, and the scales that the backward pass needs (of `pre` and of `post`)."""
+    """The new residual, its norm (itself where there is no `pre`), and the scales that the backward pass needs: of `pre` and of
+    `post`."""
     tokens, size = x_TE.shape
     out_residual = torch.empty((tokens, size), dtype=torch.float32, device=x_TE.device)
     out, block = torch.empty_like(x_TE), triton.next_power_of_2(size)
     # Rows that begin at multiples of 16 bytes: one compilation serves them all.
     scales = torch.empty((2, -(-tokens // 4) * 4), dtype=torch.float32, device=x_TE.device)
     _add_norm[(tokens,)](
-        x_TE if residual_TE is None else residual_TE, x_TE, out_residual, out, post.weight if post else x_TE, pre.weight,
-        scales[0], scales[1], post.eps if post else 0.0, pre.eps, factor, E=size, EP=block, HAS_RES=residual_TE is not None,
-        FACTOR=factor != 1.0, POST_KIND=post.kind if post else 0, PRE_KIND=pre.kind, num_warps=warps_for(block),
+        x_TE if residual_TE is None else residual_TE, x_TE, out_residual, out, post.weight if post else x_TE,
+        pre.weight if pre else x_TE, scales[0], scales[1], post.eps if post else 0.0, pre.eps if pre else 0.0, factor, E=size,
+        EP=block, HAS_RES=residual_TE is not None,
+        FACTOR=factor != 1.0, POST_KIND=post.kind if post else 0, PRE_KIND=pre.kind if pre else 0, num_warps=warps_for(block),
     )  # fmt: skip
     return out_residual, out, scales[0], scales[1]
 
 
-def norm(residual_TE: torch.Tensor, pre: Norm, dtype: torch.dtype) -> torch.Tensor:
+def norm(residual_TE: torch.Tensor, pre: Norm | None, dtype: torch.dtype) -> torch.Tensor:
     """The norm of a residual, as `add_norm` gives it."""
+    if pre is None:
+        return residual_TE.to(dtype)
     tokens, size = residual_TE.shape
     out, block = torch.empty_like(residual_TE, dtype=dtype), triton.next_power_of_2(size)
     _norm[(tokens,)](residual_TE, out, pre.weight, pre.eps, E=size, EP=block, KIND=pre.kind, num_warps=warps_for(block))
@@ -252,8 +291,9 @@ def norm(residual_TE: torch.Tensor, pre: Norm, dtype: torch.dtype) -> torch.Tens
 
 def add_norm_back(
     dy_TE: torch.Tensor, dresidual_TE: torch.Tensor | None, out_residual_TE: torch.Tensor, x_TE: torch.Tensor,
-    scales_T: torch.Tensor, post_scales_T: torch.Tensor, pre: Norm, post: Norm | None, factor: float, has_residual: bool,
-) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    scales_T: torch.Tensor, post_scales_T: torch.Tensor, pre: Norm | None, post: Norm | None, factor: float,
+    has_residual: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """Gradients of the residual, of x, of the weight of `pre` and of that of `post`."""
     tokens, size = dy_TE.shape
     programs, block = min(tokens, TOKEN_SUM_PROGRAMS), triton.next_power_of_2(size)
@@ -262,12 +302,37 @@ def add_norm_back(
     sums = torch.empty((2 if post else 1, programs, size), dtype=torch.float32, device=dy_TE.device)
     _add_norm_back[(programs,)](
         dy_TE, dy_TE if dresidual_TE is None else dresidual_TE, out_residual_TE, x_TE, post.weight if post else x_TE,
-        pre.weight, scales_T, post_scales_T, dx if dresidual is None else dresidual, dx, sums[0], sums[-1], tokens, factor,
+        pre.weight if pre else x_TE, scales_T, post_scales_T, dx if dresidual is None else dresidual, dx, sums[0], sums[-1],
+        tokens, factor,
         E=size, EP=block, HAS_RES=has_residual, HAS_DRES=dresidual_TE is not None, POST_KIND=post.kind if post else 0,
-        PRE_KIND=pre.kind, num_warps=warps_for(block),
+        PRE_KIND=pre.kind if pre else 0, num_warps=warps_for(block),
     )  # fmt: skip
-    dpre, *dpost = sums.sum(1)
-    return dresidual, dx, dpre, dpost[0] if dpost else None
+    return dresidual, dx, sums[0].sum(0) if pre else None, sums[1].sum(0) if post else None
+
+
+def whole_heads(qkv_TX: torch.Tensor, norm: HeadNorm) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys normalised over all heads together beside values as they are; and the scales for the backward pass."""
+    out, scales = qkv_TX.clone(), torch.empty((2, qkv_TX.shape[0]), dtype=torch.float32, device=qkv_TX.device)
+    whole_norms(qkv_TX, norm, out, scales)
+    return out, scales
+
+
+def whole_heads_back(
+    dqkv_TX: torch.Tensor, qkv_TX: torch.Tensor, norm: HeadNorm, scales_2T: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of the weights for queries and keys; those of the projections take the place of `dqkv`."""
+    tokens, offset, found = qkv_TX.shape[0], 0, []
+    for weight, scales in zip((norm.query, norm.key), scales_2T):
+        size, programs = weight.shape[0], min(tokens, TOKEN_SUM_PROGRAMS)
+        block = triton.next_power_of_2(size)
+        sums = torch.empty((programs, size), dtype=torch.float32, device=qkv_TX.device)
+        _whole_norm_back[(programs,)](
+            qkv_TX, dqkv_TX, weight, scales, sums, tokens, qkv_TX.stride(0), offset, E=size, EP=block, KIND=norm.kind,
+            num_warps=warps_for(block),
+        )  # fmt: skip
+        found.append(sums.sum(0))
+        offset += size
+    return found[0], found[1]
 
 
 def gated_back(x_T2F: torch.Tensor, dy_TF: torch.Tensor, activation: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -316,5 +381,6 @@ def rope_back(
 def _rope_sizes(heads: int, kv_heads: int, size: int, rotary: Rotary, norm: HeadNorm | None) -> dict[str, int]:
     return {
         "H": heads, "K": kv_heads, "HP": triton.next_power_of_2(heads + 2 * kv_heads), "D": size,
-        "DP": triton.next_power_of_2(size), "RD": rotary.cos.shape[-1], "NORM": norm.kind if norm else 0, "num_warps": 4,
+        "DP": triton.next_power_of_2(size), "RD": rotary.cos.shape[-1], "NORM": norm.kind if norm else 0,
+        "NEIGHBOURS": rotary.neighbours, "num_warps": 4,
     }  # fmt: skip

@@ -38,6 +38,7 @@ from trimtab.rollout.conversations.wire import (
     UnknownConversation,
 )
 from trimtab.workers.messages import Failure
+from trimtab.workers.places import Found, WorkerPlaces
 from trimtab.workers.pool import Reply, WorkerPool, WorkerSpec
 from trimtab.workers.process import POLL_S, import_path
 from trimtab.workers.user_code import UserCode, locate_object
@@ -109,16 +110,29 @@ class Hosts:
         workers: int,
         base_dir: Path,
         objects: Mapping[str, Callable[..., Any]] | None = None,
+        places: WorkerPlaces | None = None,
     ) -> None:
-        found = locate_environment(settings, base_dir, objects or {})
-        setup = pickle.dumps(EnvironmentSetup(import_path(base_dir), found.made, settings.args, found.tools, templated))
+        found, path = locate_environment(settings, base_dir, objects or {}), import_path(base_dir)
+        code = [*([] if found.made is None else [found.made]), *found.tools]
+
+        def boot(at: Found) -> bytes:
+            made = None if found.made is None else at.code(found.made)
+            tools = [at.code(tool) for tool in found.tools]
+            return pickle.dumps(EnvironmentSetup(at.path(path), made, settings.args, tools, templated))
+
         self.settings = settings
         self.stateful = found.made is not None
         self._pool = WorkerPool(
             WorkerSpec(
-                "trimtab.rollout.conversations.worker", lambda: setup, "environment", "the environment", EnvError
+                "trimtab.rollout.conversations.worker",
+                boot,
+                "environment",
+                "the environment",
+                EnvError,
+                [*(each.place for each in code if each.kind == "file"), str(base_dir.resolve())],
             ),
             workers,
+            places,
         )
         self.loaded: Loaded = self._pool.loaded
         self._answers: queue.SimpleQueue[EnvironmentReply] = queue.SimpleQueue()

@@ -52,9 +52,9 @@ def refuse_without_engine(run: Run, device: torch.device) -> None:
         fix = "Write run.engine: native, or vllm, which both run on a CPU; or run where there is a CUDA device."
         raise ConfigError([Problem("run.engine", f"{kind.title} needs a CUDA device, but this run has none", fix)])
     here = max(1, torch.cuda.device_count())
-    if device.type == "cuda" and run.rollout.tensor_parallel > here:
+    if device.type == "cuda" and run.cut > here:
         there = "one CUDA device" if here == 1 else f"{here} CUDA devices"
-        what = f"is {run.rollout.tensor_parallel}, but this machine has {there}"
+        what = f"is {run.cut}, but this machine has {there}"
         raise ConfigError([Problem("run.rollout.tensor_parallel", what, f"Write at most {here}.")])
     chosen = interpreter(run.rollout.python)
     key = "run.engine" if run.rollout.python is None else "run.rollout.python"

@@ -16,6 +16,7 @@ from trimtab.model.packed import PackedPlan
 from trimtab.model.recurrent import Mixer
 from trimtab.model.shapes import LayerShape, StateShape
 from trimtab.model.transfer import to_device
+from trimtab.rollout.native.kv_codes import Stored, decode, encode
 from trimtab.rollout.native.states import PrefillMixing, StateCache
 
 Empty = Callable[[Sequence[int], torch.dtype], torch.Tensor]
@@ -31,60 +32,107 @@ class Carried:
 
 
 class KVCache:
-    """Keys and values of every layer: a tensor of keys and one of values for each; and the states of those that carry one."""
+    """Keys and values of every layer: a tensor of keys and one of values for each, and where these are codes their powers;
+    and the states of those that carry one.
+
+    What is read is what was stored: with `stored` other than auto, keys and values are rounded, and attention sees them so from
+    their first use on. So it makes no difference which of them a sequence finds in its pages and which it computes again.
+    """
 
     def __init__(
         self, shapes: dict[int, LayerShape], pages: int, page_tokens: int, dtype: torch.dtype, empty: Empty,
-        carried: Carried | None = None,
+        carried: Carried | None = None, stored: Stored = "auto",
     ) -> None:  # fmt: skip
         self.states = StateCache(carried.shapes, carried.rows, empty) if carried is not None else None
-        self.page_tokens = page_tokens
-        self.keys = {layer: empty((pages, page_tokens, *shape.key), dtype) for layer, shape in shapes.items()}
+        self.page_tokens, self.dtype, self.stored = page_tokens, dtype, stored
+        kind = {"auto": dtype, "bf16": torch.bfloat16, "fp8": torch.uint8}[stored]
+        self.keys = {layer: empty((pages, page_tokens, *shape.key), kind) for layer, shape in shapes.items()}
         self.latents = {layer for layer, shape in shapes.items() if shape.value_in_key}
-        """Layers whose values are the first part of their keys."""
+        """Layers whose values are the first part of their keys; these are stored plain."""
         self.values = {
             layer: self.keys[layer][..., : shape.value[1]]
             if layer in self.latents
-            else empty((pages, page_tokens, *shape.value), dtype)
+            else empty((pages, page_tokens, *shape.value), kind)
             for layer, shape in shapes.items()
         }
+        coded = shapes.items() if stored == "fp8" else ()
+        self.key_powers = {layer: empty((pages, page_tokens, shape.key[0]), torch.int8) for layer, shape in coded}
+        self.value_powers = {layer: empty((pages, page_tokens, shape.value[0]), torch.int8) for layer, shape in coded}
 
-    def write(self, layer: int, slots_T: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> None:
-        self.keys[layer].flatten(0, 1).index_copy_(0, slots_T, k_TKD)
+    @property
+    def _stores(self) -> list[torch.Tensor]:
+        kept = (self.keys, self.values, self.key_powers, self.value_powers)
+        return [tensor for store in kept for tensor in store.values()]
+
+    def powers(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Those of keys and of values, where they are stored in codes."""
+        return (self.key_powers[layer], self.value_powers[layer]) if self.stored == "fp8" else None
+
+    def write(
+        self, layer: int, slots_T: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store keys and values; returns them as they will be read."""
+        if self.stored == "fp8":
+            return (
+                self._encode(self.keys[layer], self.key_powers[layer], slots_T, k_TKD),
+                self._encode(self.values[layer], self.value_powers[layer], slots_T, v_TKD),
+            )
+        kind = self.keys[layer].dtype
+        k, v = k_TKD.to(kind), v_TKD.to(kind)
+        self.keys[layer].flatten(0, 1).index_copy_(0, slots_T, k)
         if layer not in self.latents:
-            self.values[layer].flatten(0, 1).index_copy_(0, slots_T, v_TKD)
+            self.values[layer].flatten(0, 1).index_copy_(0, slots_T, v)
+        return k.to(k_TKD.dtype), v.to(v_TKD.dtype)
+
+    def _encode(
+        self, store: torch.Tensor, powers: torch.Tensor, slots_T: torch.Tensor, x_TKD: torch.Tensor
+    ) -> torch.Tensor:
+        codes, power = encode(x_TKD)
+        store.flatten(0, 1).index_copy_(0, slots_T, codes)
+        powers.flatten(0, 1).index_copy_(0, slots_T, power)
+        return decode(codes, power, x_TKD.dtype)
 
     def read(self, layer: int, pages_BP: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[B, K, S, D] keys and values of each row's pages, S = P * page_tokens."""
-        return self._gather(self.keys[layer], pages_BP), self._gather(self.values[layer], pages_BP)
-
-    def view(self, layer: int, first: int, pages: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """[B, K, S, D] keys and values of neighbouring pages that hold one sequence each, without a copy."""
-        k, v = (store[layer][first : first + pages, :tokens].transpose(1, 2) for store in (self.keys, self.values))
+        b, p = pages_BP.shape
+        found = self._taken(layer, lambda store: store.index_select(0, pages_BP.flatten()))
+        k, v = (x.view(b, p * self.page_tokens, *x.shape[2:]).transpose(1, 2) for x in found)
         return k, v
 
-    def _gather(self, store: torch.Tensor, pages_BP: torch.Tensor) -> torch.Tensor:
-        b, p = pages_BP.shape
-        picked = store.index_select(0, pages_BP.flatten())
-        return picked.view(b, p * self.page_tokens, *store.shape[2:]).transpose(1, 2)
+    def read_slots(self, layer: int, slots_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[S, K, D] keys and values of tokens by where they are stored."""
+        return self._taken(layer, lambda store: store.flatten(0, 1).index_select(0, slots_S))
+
+    def view(self, layer: int, first: int, pages: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """[B, K, S, D] keys and values of neighbouring pages that hold one sequence each, without a copy where they are plain."""
+        found = self._taken(layer, lambda store: store[first : first + pages, :tokens])
+        k, v = (x.transpose(1, 2) for x in found)
+        return k, v
+
+    def _taken(self, layer: int, take: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = take(self.keys[layer]), take(self.values[layer])
+        if self.stored == "fp8":
+            powers = take(self.key_powers[layer]), take(self.value_powers[layer])
+            return decode(k, powers[0], self.dtype), decode(v, powers[1], self.dtype)
+        return k.to(self.dtype), v.to(self.dtype)
+
+    def clear(self) -> None:
+        """Free the memory, where it is the cache's own."""
+        for store in (self.keys, self.values, self.key_powers, self.value_powers):
+            store.clear()
+        if self.states is not None:
+            self.states.clear()
 
     def copy_page(self, source: int, target: int, tokens: int) -> None:
         """Copy the first `tokens` tokens of a page, in every layer."""
-        for store in (*self.keys.values(), *self.values.values()):
+        for store in self._stores:
             store[target, :tokens] = store[source, :tokens]
 
     def copy_pages(self, pairs: torch.Tensor) -> None:
         """Copy whole pages in every layer; `pairs` is [2, N], the pages to copy from and to."""
         source, target = pairs
-        for store in (*self.keys.values(), *self.values.values()):
+        for store in self._stores:
             store[target] = store[source]
-
-    def clear(self) -> None:
-        """Let go of the memory."""
-        self.keys.clear()
-        self.values.clear()
-        if self.states is not None:
-            self.states.clear()
 
     def slots(self, pages_BP: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:
         """Where the token at each row's position is stored."""
@@ -170,11 +218,9 @@ class PrefillPlan:
     def attend(
         self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rules: Rules
     ) -> torch.Tensor:
-        self.cache.write(layer, self.slots, k_TKD, v_TKD)
+        k_TKD, v_TKD = self.cache.write(layer, self.slots, k_TKD, v_TKD)
         if self._seen is not None:
-            k_TKD, v_TKD = (
-                store[layer].flatten(0, 1).index_select(0, self._seen) for store in (self.cache.keys, self.cache.values)
-            )
+            k_TKD, v_TKD = self.cache.read_slots(layer, self._seen)
         return self._packed.attend(layer, q_THD, k_TKD, v_TKD, rules)
 
     def recur(self, mixer: Mixer, x_TE: torch.Tensor) -> torch.Tensor:

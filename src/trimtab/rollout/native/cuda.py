@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
@@ -25,6 +26,7 @@ import torch
 from trimtab.base.errors import first_line
 from trimtab.config.learn import Sampling
 from trimtab.model.attention import Rules
+from trimtab.model.head import Head
 from trimtab.model.memory import device_room
 from trimtab.model.packed import PackedPlan
 from trimtab.model.parts import Unfusable, Watch
@@ -43,8 +45,10 @@ from trimtab.rollout.native.kernels.attention import (
 )  # fmt: skip
 from trimtab.rollout.native.kernels.latent import latent_attention
 from trimtab.rollout.native.kernels.sampling import Draw
+from trimtab.rollout.native.kv_codes import Stored, stored_bytes
 from trimtab.rollout.native.rows import Rows
 from trimtab.rollout.native.scheduler import Sequence
+from trimtab.rollout.native.together import Together
 
 MIN_SAVED_BYTES_TO_SHARE = 128 * 2**20
 """What shared-prefix decoding must save a layer from reading to pay for its extra launch. Below that, the samples of a prompt,
@@ -87,11 +91,11 @@ class _ModulesPlan:
     ) -> torch.Tensor:
         shape = DecodeShape(q_THD.shape[1], k_TKD.shape[1], k_TKD.shape[2], v_TKD.shape[2])
         out = q_THD.new_empty((q_THD.shape[0], shape.heads, shape.value_size))
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys, values, powers = self.cache.keys[layer], self.cache.values[layer], self.cache.powers(layer)
         if layer in self.cache.latents:
             latent_attention(self.batch, rules, self.partials, q_THD, k_TKD, keys, out)
             return out
-        decode_attention(self.batch, shape, rules, self.partials, q_THD, k_TKD, v_TKD, keys, values, out)
+        decode_attention(self.batch, shape, rules, self.partials, q_THD, k_TKD, v_TKD, keys, values, out, powers=powers)
         return out
 
     def recur(self, mixer: Mixer, x_TE: torch.Tensor) -> torch.Tensor:
@@ -113,20 +117,22 @@ class CudaDecoder:
 
     def __init__(
         self, policy: Policy, shapes: dict[int, LayerShape], pages: int, page_tokens: int, max_sequences: int,
-        carried: Carried | None = None,
+        carried: Carried | None = None, together: Together | None = None, stored: Stored = "auto",
     ) -> None:  # fmt: skip
-        self.policy = policy
+        """`together`: the ranks of an engine that is cut over devices. `stored`: how keys and values are."""
+        self.policy, self._together, self._stored = policy, together, stored
+        self._words = policy.head.words
         self.pages, self.page_tokens, self.batch = pages, page_tokens, max_sequences
         self.buckets = buckets(max_sequences)
         self.replays = 0
         self._shapes, self._carried = shapes, carried
         self._decode_shapes = [DecodeShape.of(s) for s in shapes.values()]
-        self._layer_bytes = max(s.bytes_per_token(policy.dtype.itemsize) for s in shapes.values())
+        self._layer_bytes = max(stored_bytes(s, policy.dtype, stored) for s in shapes.values())
         self._body, self.description = self._fuse()
         self.arena = Arena(self._measure(), policy.device)
         self._layout = self._lay_out(self.arena.tensor)
         self.cache = self._layout.cache
-        self._draw = Draw(max_sequences, policy.head.weight_VE.shape[0], policy.device)
+        self._draw = Draw(max_sequences, self._words, policy.device)
         self._graphs: dict[tuple[int, bool, str], torch.cuda.CUDAGraph] = {}
         self._stream = _capture_stream(policy.device)
         self._pool = torch.cuda.graph_pool_handle()
@@ -142,10 +148,17 @@ class CudaDecoder:
         if self._body is not None and not self._agrees():
             self._body = None
             self.description = "the model's own modules in CUDA graphs: fused layers compute different log-probs"
-        self._capturable = self._body is not None
+        self._capturable = self._body is not None and self._in_graphs
+        if not self._in_graphs:
+            self.description += " (without graphs: sums between devices that share a GPU cannot be in them)"
         self._merge_undecided = self._body is not None and self._body.adapted_bytes > 0
         self._watch = Watch(self.policy.model)
         self._known_model = self._watch.look()
+
+    @property
+    def _in_graphs(self) -> bool:
+        """What devices of one engine add up can be in a graph."""
+        return self._together is None or self._together.in_graphs
 
     @property
     def non_torch_bytes(self) -> int:
@@ -175,7 +188,8 @@ class CudaDecoder:
         if rows is not self._rows or grown:
             self._forget_graphs()
         if rows is not self._rows and self._body is None:
-            self._capturable = self._modules_run_without_the_host(rows, sampling)
+            alone = self._together is None  # a rank that cannot go on would leave the others waiting
+            self._capturable = alone and self._modules_run_without_the_host(rows, sampling)
         self._rows, self._sampling = rows, sampling
         self._served = []
         if self._merge_undecided:
@@ -190,8 +204,15 @@ class CudaDecoder:
 
     def prefill(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: PrefillPlan) -> torch.Tensor:
         if self._body is not None:
-            return self._body.prefill(tokens_T, positions_T, plan)
+            with self._whole_pass(tokens_T.shape[0]):
+                return self._body.prefill(tokens_T, positions_T, plan)
         return self.policy.hidden(tokens_T, positions_T, plan)
+
+    def _whole_pass(self, tokens: int) -> AbstractContextManager[None]:
+        """A pass of the fused layers outside a graph (together.py)."""
+        if self._together is None:
+            return nullcontext()
+        return self._together.whole_pass(tokens, self.policy.config.hidden_size, self.policy.dtype)
 
     def draw(self, index_B: torch.Tensor, hidden_BE: torch.Tensor) -> None:
         assert self._rows is not None
@@ -226,7 +247,8 @@ class CudaDecoder:
 
     def _fuse(self) -> tuple[FusedBody | None, str]:
         try:
-            return FusedBody(self.policy, self._shapes), "fused layers in CUDA graphs"
+            add_up = None if self._together is None else self._together.sum
+            return FusedBody(self.policy, self._shapes, add_up), "fused layers in CUDA graphs"
         except Unfusable as reason:
             return None, f"the model's own modules in CUDA graphs: {reason}"
 
@@ -239,7 +261,7 @@ class CudaDecoder:
             self._drop_copies()
             self._body, self.description = self._fuse()
             self._merge_undecided = self._body is not None and self._body.adapted_bytes > 0
-            self._capturable = self._body is not None
+            self._capturable = self._body is not None and self._in_graphs
             self.refresh()
         self._forget_graphs()
         self._rows = None
@@ -258,10 +280,12 @@ class CudaDecoder:
         return total
 
     def _lay_out(self, empty: Empty) -> _Layout:
-        cache = KVCache(self._shapes, self.pages, self.page_tokens, self.policy.dtype, empty, self._carried)
+        cache = KVCache(
+            self._shapes, self.pages, self.page_tokens, self.policy.dtype, empty, self._carried, self._stored
+        )
         space = None if self._body is None else self._body.workspace(self.batch, empty)
         partials = space.partials if space is not None else Partials(self.batch, self._decode_shapes, empty)
-        return _Layout(cache, space, partials, empty((self.batch, self.policy.head.weight_VE.shape[0]), torch.float32))
+        return _Layout(cache, space, partials, empty((self.batch, self._words), torch.float32))
 
     def _batch(self, index_B: torch.Tensor, rows: Rows, items: torch.Tensor | None) -> DecodeBatch:
         shared_B = self._shared[: index_B.shape[0]]
@@ -271,18 +295,23 @@ class CudaDecoder:
     def _hidden(self, batch: DecodeBatch, rows: Rows) -> torch.Tensor:
         if self._body is not None:
             assert self._layout.space is not None
-            return self._body.decode(batch, rows.state.last_tokens, self.cache, self._layout.space)
+            capturing = torch.cuda.is_current_stream_capturing()
+            with nullcontext() if capturing else self._whole_pass(batch.index_B.shape[0]):
+                return self._body.decode(batch, rows.state.last_tokens, self.cache, self._layout.space)
         plan = _ModulesPlan(batch, self.cache, self._layout.partials)
         state = rows.state
         return self.policy.hidden(state.last_tokens[batch.index_B], state.positions[batch.index_B], plan)
 
     def _sample(self, index_B: torch.Tensor, hidden_BE: torch.Tensor, rows: Rows, sampling: Sampling) -> None:
         head, out_BV = self.policy.head, self._layout.logits[: hidden_BE.shape[0]]
-        if hidden_BE.dtype == torch.float32:
+        if self._together is not None:
+            plain = Head(head.weight_VE, head.bias_V)
+            out_BV.copy_(head.gathered(plain.logits(hidden_BE), vote=not torch.cuda.is_current_stream_capturing()))
+        elif hidden_BE.dtype == torch.float32:
             torch.mm(hidden_BE, head.weight_VE.t(), out=out_BV)
         else:
             torch.mm(hidden_BE, head.weight_VE.t(), out_dtype=torch.float32, out=out_BV)
-        if head.bias_V is not None:
+        if head.bias_V is not None and self._together is None:
             out_BV += head.bias_V
         self._draw(out_BV, index_B, rows.state, sampling, head.scale, head.softcap)
 
@@ -308,6 +337,8 @@ class CudaDecoder:
                 self._stream.synchronize()
                 graph = self._capture(size)
             torch.cuda.current_stream().wait_stream(self._stream)
+            if self._together is not None:
+                self._together.refuse_short()  # all have it, or none
             self._graphs[key] = graph
         return self._graphs[key]
 
@@ -337,11 +368,16 @@ class CudaDecoder:
         size = self._body.adapted_bytes
         beside, merged = self._time_steps(), float("inf")
         # The plan counts a copy by the same rule (plan/ledger.py).
-        if device_room(self.policy.device, self.non_torch_bytes) > 2 * size:
+        room = device_room(self.policy.device, self.non_torch_bytes) > 2 * size
+        if self._together is not None:
+            room = not self._together.vote(not room)
+        if room:
             self._copies = Arena(size, self.policy.device)
             self._body.make_room(self._copies.tensor)
             self._body.refresh()
             merged = self._time_steps()
+            if self._together is not None:
+                beside, merged = self._together.of_first((beside, merged))
             if beside <= merged:
                 self._drop_copies()
                 self._body.refresh()

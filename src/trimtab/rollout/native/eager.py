@@ -13,6 +13,7 @@ from trimtab.config.learn import Sampling
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import LayerShape
 from trimtab.rollout.native.cache import Carried, DecodePlan, KVCache, PrefillPlan
+from trimtab.rollout.native.kv_codes import Stored
 from trimtab.rollout.native.pages import PagePool
 from trimtab.rollout.native.rows import Rows
 from trimtab.rollout.native.scheduler import Sequence
@@ -29,9 +30,10 @@ class EagerDecoder:
     non_torch_bytes = 0
 
     def __init__(
-        self, policy: Policy, shapes: dict[int, LayerShape], pool: PagePool, carried: Carried | None = None
-    ) -> None:
-        self.policy = policy
+        self, policy: Policy, shapes: dict[int, LayerShape], pool: PagePool, carried: Carried | None = None,
+        stored: Stored = "auto",
+    ) -> None:  # fmt: skip
+        self.policy, self._stored = policy, stored
         self.pool = pool
         self._shapes, self._carried = shapes, carried
         self.cache = self._make_cache()
@@ -47,7 +49,10 @@ class EagerDecoder:
         def zeros(shape: Seq[int], dtype: torch.dtype) -> torch.Tensor:  # masked scores are computed, so must be finite
             return torch.zeros(tuple(shape), dtype=dtype, device=self.policy.device)
 
-        return KVCache(self._shapes, self.pool.total, self.pool.page_tokens, self.policy.dtype, zeros, self._carried)
+        pool = self.pool
+        return KVCache(
+            self._shapes, pool.total, pool.page_tokens, self.policy.dtype, zeros, self._carried, self._stored
+        )
 
     def begin(self, rows: Rows, sampling: Sampling, longest: int) -> None:
         self._rows, self._sampling = rows, sampling

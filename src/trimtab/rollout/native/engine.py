@@ -18,64 +18,36 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from trimtab.base.errors import EngineError, MemoryExhausted
 from trimtab.config.learn import Sampling
-from trimtab.model.memory import Shortage, attempt, free, in_parts
+from trimtab.model.memory import Arguments, Result, Shortage, attempt, free, in_parts
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import LayerShape, layer_shapes, state_shapes
 from trimtab.rollout.collect import Collector
 from trimtab.rollout.engine import Request, RolloutStats, check_requests, refuse_while
 from trimtab.rollout.feed import Bounds, Feed
+from trimtab.rollout.native.agreement import refuse_other_steps
 from trimtab.rollout.native.cache import Carried, PrefillPlan, PrefillSegment
 from trimtab.rollout.native.decoder import Decoder
 from trimtab.rollout.native.eager import EagerDecoder
 from trimtab.rollout.native.handing_back import hand_back, load_of
+from trimtab.rollout.native.kv_codes import Stored, stored_bytes
 from trimtab.rollout.native.pages import PagePool
 from trimtab.rollout.native.round_clock import RoundClock
-from trimtab.rollout.native.rows import Outputs, Rows
+from trimtab.rollout.native.rounds import Ended, Round
+from trimtab.rollout.native.rows import Rows
 from trimtab.rollout.native.scheduler import Filling, PromptGroup, Scheduler, Sequence
+from trimtab.rollout.native.together import Together
 from trimtab.rollout.sampler import stream_key
 from trimtab.rollout.stops import CHECK_EVERY_TOKENS, StopStrings
 from trimtab.rollout.trajectory import Finish, Group, Trajectory
 
 MIN_PREFILL_TOKENS = 16
 """Tokens of a prefill: a smaller one would save nothing worth having."""
-
-
-@dataclass
-class _Round:
-    """Launched work, and the answers that will be there when it is done."""
-
-    sequences: list[Sequence]
-    facts: torch.Tensor
-    tokens: torch.Tensor | None
-    """What those sequences drew, where stop strings have to be looked for."""
-    done: torch.cuda.Event | None
-    launched: int
-    """Pieces of work up to this one."""
-
-    @property
-    def idle(self) -> bool:
-        """True once the device has done it."""
-        return self.done is None or self.done.query()
-
-    def wait(self) -> None:
-        if self.done is not None:
-            self.done.synchronize()
-
-
-@dataclass
-class _Ended:
-    """Sequences that are off their rows, and what they drew."""
-
-    sequences: list[Sequence]
-    finish: list[Finish]
-    outputs: Outputs
 
 
 class NativeEngine:
@@ -93,9 +65,13 @@ class NativeEngine:
         prefill_tokens: int,
         prefix_cache: bool = True,
         lend_memory: bool = False,
+        kv_dtype: Stored = "auto",
         on_recovery: Callable[[str], None] = lambda line: None,
+        kv_parts: int = 1,
+        joined: Together | None = None,
     ) -> None:
-        """`on_recovery` is called with what was lowered each time `generate` ran out of memory and goes on."""
+        """`on_recovery` is called with what was lowered each time `generate` ran out of memory and goes on. Of cut.py: `joined`,
+        the ranks that generate with this one, and `kv_parts`, devices that share the bytes of the KV cache."""
         self.policy = policy
         self.tokenizer = tokenizer
         self.stop_token_ids = list(stop_token_ids)
@@ -105,12 +81,13 @@ class NativeEngine:
         self.stats = RolloutStats()
         self.on_recovery = on_recovery
         self._made_with = (max_sequences, prefill_tokens, kv_bytes)
-        self._shapes = shapes = layer_shapes(policy, latents=True)
-        page_bytes = page_tokens * sum(s.bytes_per_token(policy.dtype.itemsize) for s in shapes.values())
-        self._states = state_shapes(policy)
+        self._joined = joined
+        self._shapes = shapes = layer_shapes(policy, kv_dtype == "auto" and kv_parts == 1)
+        token_bytes = sum(stored_bytes(s, policy.dtype, kv_dtype) for s in shapes.values())
+        self.page_bytes = kv_parts * page_tokens * token_bytes
+        self._states, self._kv_dtype = state_shapes(policy), kv_dtype
         self._prefix_cache = prefix_cache and not self._states  # pages alone do not say what layers carried there
-        self.pool = PagePool(kv_bytes // page_bytes, page_tokens, self._prefix_cache)
-        self.page_bytes = page_bytes
+        self.pool = PagePool(kv_bytes // self.page_bytes, page_tokens, self._prefix_cache)
         self._rows: Rows | None = None
         self._clock = RoundClock(max_sequences)
         self._lends, self._lent, self._generating = lend_memory, False, False
@@ -121,6 +98,8 @@ class NativeEngine:
             raise EngineError(
                 f"run.rollout.lend_memory: the engine cannot lend its memory: {reason}. Write auto or false"
             )
+        if self._states:
+            refuse_other_steps(self)
 
     @property
     def description(self) -> str:
@@ -136,15 +115,18 @@ class NativeEngine:
         policy = self.policy
         carried = Carried(self._states, self.max_sequences) if self._states else None
         if policy.device.type != "cuda":
-            return EagerDecoder(policy, shapes, self.pool, carried)
+            return EagerDecoder(policy, shapes, self.pool, carried, self._kv_dtype)
         if policy.dtype == torch.float64 or importlib.util.find_spec("triton") is None:
-            decoder = EagerDecoder(policy, shapes, self.pool, carried)
+            decoder = EagerDecoder(policy, shapes, self.pool, carried, self._kv_dtype)
             lacking = "float64 has no kernels" if policy.dtype == torch.float64 else "Triton is not installed"
             decoder.description += f": {lacking}"
             return decoder
         from trimtab.rollout.native.cuda import CudaDecoder
 
-        return CudaDecoder(policy, shapes, self.pool.total, self.pool.page_tokens, self.max_sequences, carried)
+        pages, page_tokens = self.pool.total, self.pool.page_tokens
+        return CudaDecoder(
+            policy, shapes, pages, page_tokens, self.max_sequences, carried, self._joined, self._kv_dtype
+        )
 
     def publish(self, version: int) -> None:
         """The weights are the trainer's own, so none moves; what was computed with the old ones is forgotten."""
@@ -209,9 +191,7 @@ class NativeEngine:
         self.stats = RolloutStats(slots=self.max_sequences, total_pages=self.pool.total)
         self.pool.peak_held = 0
         if self._lent:
-            if isinstance(attempt(self._decoder.reclaim), Shortage):
-                free(self.policy.device)
-                self._decoder.reclaim()
+            self._reclaim()
             self._lent = False
         stop_token_ids = sorted({*self.stop_token_ids, *sampling.stop_token_ids})
         rows = self._rows_for(bounds, len(stop_token_ids))
@@ -225,8 +205,8 @@ class NativeEngine:
         self._clock = clock = RoundClock(min(len(work.free_rows), bounds.samples))
         asked = Collector(self.tokenizer)
         _add(requests, asked, work)
-        rounds: deque[_Round] = deque()
-        ended: _Ended | None = None
+        rounds: deque[Round] = deque()
+        ended: Ended | None = None
         began, callers = time.perf_counter(), 0.0
         self._generating = True
         try:
@@ -261,6 +241,15 @@ class NativeEngine:
         self.stats.peak_pages = self.pool.peak_held
         self.stats.graph_steps = self._decoder.replays - replays
 
+    def _reclaim(self) -> None:
+        if isinstance(attempt(self._decoder.reclaim), Shortage):
+            free(self.policy.device)
+            self._decoder.reclaim()
+
+    def _attempt(self, work: Callable[[*Arguments], Result], *args: *Arguments) -> Result | Shortage:
+        """See model/memory.py. Ranks that generate together have the same outcome (cut.py)."""
+        return attempt(work, *args)
+
     def _exchange(self, feed: Feed, asked: Collector, work: Scheduler, pending: bool) -> tuple[bool, list[Group]]:
         """Tell the feed what there is to do, and take what it has: whether that was the last, and groups that became whole as
         others draw the rest. `pending`: some that ended have not been handed over."""
@@ -289,7 +278,7 @@ class NativeEngine:
 
     def _launch(
         self, work: Scheduler, rows: Rows, requests: Seq[Request], stops: StopStrings, more: bool
-    ) -> _Round | None:
+    ) -> Round | None:
         """Give the device a round of work. None where there is none yet: earlier rounds (`more`) have to be looked at first."""
         if self._too_many:
             if more:
@@ -315,7 +304,7 @@ class NativeEngine:
         done = self._mark()
         if live:
             clock.decoded(done or time.perf_counter(), len(live), max(1, steps), work)
-        return _Round(asked, facts, tokens, done, clock.launched)
+        return Round(asked, facts, tokens, done, clock.launched)
 
     def _mark(self) -> torch.cuda.Event | None:
         """An event that comes when the device has done all that was launched so far; None where there is no CUDA."""
@@ -358,7 +347,7 @@ class NativeEngine:
     def _fill(self, work: Scheduler, rows: Rows) -> bool:
         """Prefill what the scheduler chose, in smaller chunks where memory runs out; False where there was nothing to fill."""
         while chosen := work.next_fill():
-            outcome = attempt(self._fill_chunk, chosen, rows)
+            outcome = self._attempt(self._fill_chunk, chosen, rows)
             if not isinstance(outcome, Shortage):
                 for (filling, count), last in zip(chosen, outcome):
                     if work.filled(filling, count):
@@ -389,7 +378,7 @@ class NativeEngine:
         return hidden[rows.to_device(torch.tensor(attention.lengths).cumsum(0) - 1)]
 
     def _in_parts(self, work: Callable[[slice], None], count: int, what: str) -> None:
-        short = in_parts(work, count, self.policy.device)
+        short = in_parts(work, count, self.policy.device, self._attempt)
         if short is not None:
             raise _exhausted(what, short)
 
@@ -408,7 +397,7 @@ class NativeEngine:
         self.stats.preempted += len(preempted)
         live[:] = [s for s in live if s.row >= 0]
         rows.set_pages(live)
-        outcome = attempt(self._decoder.run, live, steps)
+        outcome = self._attempt(self._decoder.run, live, steps)
         if isinstance(outcome, Shortage):
             if len(live) == 1:
                 raise _exhausted("decoding a single sequence", outcome)
@@ -420,7 +409,7 @@ class NativeEngine:
         self.stats.decode_steps += steps
         return True
 
-    def _harvest(self, work: Scheduler, rows: Rows, stops: StopStrings, round: _Round) -> _Ended | None:
+    def _harvest(self, work: Scheduler, rows: Rows, stops: StopStrings, round: Round) -> Ended | None:
         """Take sequences that ended in a round off their rows."""
         round.wait()
         self._clock.looked_at(round.launched)
@@ -440,9 +429,9 @@ class NativeEngine:
         outputs = rows.results(ended)
         work.finish(ended)
         self.stats.generated_tokens += sum(outputs.counts)
-        return _Ended(ended, finish, outputs)
+        return Ended(ended, finish, outputs)
 
-    def _trajectories(self, ended: _Ended | None, requests: Seq[Request]) -> Iterator[tuple[int, Trajectory]]:
+    def _trajectories(self, ended: Ended | None, requests: Seq[Request]) -> Iterator[tuple[int, Trajectory]]:
         if ended is None:
             return
         for sequence, finish, (tokens, logprobs, routes) in zip(ended.sequences, ended.finish, ended.outputs.each()):

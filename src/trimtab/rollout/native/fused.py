@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from trimtab.model.kernels.shared import gated
+from trimtab.model.kernels.shared import gated, whole_norms
 from trimtab.model.kernels.train import rope
 from trimtab.model.norms import Norm, Rotary
-from trimtab.model.parts import LayerParts, Linears, read_parts, rotary_tables, run_mixture
+from trimtab.model.parts import LayerParts, Linears, QuantisedLinears, read_parts, rotary_tables, run_mixture
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import LayerShape
 from trimtab.model.sizes import MERGE_CHUNK_ELEMENTS
@@ -27,6 +27,8 @@ from trimtab.rollout.native.cache import Empty, KVCache, PrefillPlan
 from trimtab.rollout.native.kernels.attention import DecodeBatch, DecodeShape, Partials, decode_attention
 from trimtab.rollout.native.kernels.layers import embed, residual_norm
 from trimtab.rollout.native.kernels.skinny import MAX_ROWS, Cut, cut_for, most_rows, serves, skinny
+
+AddUp = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Product:
@@ -37,7 +39,8 @@ class Product:
     """
 
     def __init__(self, linears: Linears) -> None:
-        self.weight, self.bias, self.adapters = linears.weight, linears.bias, linears.adapters
+        self.linears, self.bias, self.adapters = linears, linears.bias, linears.adapters
+        self.outputs, self.inputs = linears.size
         self._merged: torch.Tensor | None = None
         self._downs: torch.Tensor | None = None
         self._ups: list[torch.Tensor] = []
@@ -48,19 +51,31 @@ class Product:
         return self._downs is not None
 
     @property
-    def outputs(self) -> int:
-        return self.weight.shape[0]
+    def quantised(self) -> bool:
+        """The weights are in codes: adapters are applied beside them, and no copy of them is made."""
+        return isinstance(self.linears, QuantisedLinears)
 
     @property
-    def inputs(self) -> int:
-        return self.weight.shape[1]
+    def weight(self) -> torch.Tensor:
+        return self.linears.weight
+
+    @property
+    def streams(self) -> bool:
+        """A product of few rows has its own kernel."""
+        return not self.beside and not self.quantised and serves(self.weight)
+
+    @property
+    def mergeable_bytes(self) -> int:
+        """Bytes of a copy that adapters are merged into."""
+        return piece_bytes(self.weight.shape, self.weight.dtype) if self.adapters and not self.quantised else 0
 
     def __call__(self, x_BI: torch.Tensor, out_BO: torch.Tensor | None = None) -> torch.Tensor:
-        weight = self.weight if self._merged is None else self._merged
-        if self.bias is None:
-            out_BO = torch.mm(x_BI, weight.t(), out=out_BO)
+        if self._merged is None:
+            out_BO = self.linears.product(x_BI, out_BO)
+        elif self.bias is None:
+            out_BO = torch.mm(x_BI, self._merged.t(), out=out_BO)
         else:
-            out_BO = torch.addmm(self.bias, x_BI, weight.t(), out=out_BO)
+            out_BO = torch.addmm(self.bias, x_BI, self._merged.t(), out=out_BO)
         if self._downs is not None:
             low = torch.mm(x_BI, self._downs.t()).split([a.a.out_features for a in self.adapters], 1)
             for adapter, part, up in zip(self.adapters, low, self._ups):
@@ -78,11 +93,12 @@ class Product:
 
     def cut(self, rows: int, gated: bool = False, whole: bool = False) -> Cut:
         outputs = self.outputs // 2 if gated else self.outputs
-        return cut_for(rows, outputs, self.inputs, self.weight.element_size(), gated, whole)
+        return cut_for(rows, outputs, self.inputs, self.linears.dtype.itemsize, gated, whole)
 
     def make_room(self, empty: Empty | None) -> None:
         """Make room for a copy that adapters are merged into, or give it up (None). `refresh` fills it."""
-        self._merged = empty(tuple(self.weight.shape), self.weight.dtype) if empty and self.adapters else None
+        merges = empty is not None and self.mergeable_bytes > 0
+        self._merged = empty(tuple(self.weight.shape), self.weight.dtype) if empty is not None and merges else None
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -103,8 +119,9 @@ class Product:
                             part += up @ a.a.weight.float()
                     self._merged[first:last] = part
         else:
-            downs = torch.cat([a.a.weight for a in self.adapters]).to(self.weight.dtype)
-            ups = [(a.b.weight.float() * a.scale).to(self.weight.dtype) for a in self.adapters]
+            dtype = self.linears.dtype
+            downs = torch.cat([a.a.weight for a in self.adapters]).to(dtype)
+            ups = [(a.b.weight.float() * a.scale).to(dtype) for a in self.adapters]
             if self._downs is None:
                 self._downs, self._ups = downs, ups
             else:
@@ -137,7 +154,7 @@ class FusedLayer:
     def few_rows(self) -> int:
         """Most rows that its products have their own kernel for: 0 with adapters beside them, or weights at odd addresses."""
         widest = self.output.inputs if self.dense is None else self.dense.down.inputs
-        return most_rows(widest) if all(not p.beside and serves(p.weight) for p in self.products) else 0
+        return most_rows(widest) if all(p.streams for p in self.products) else 0
 
     @property
     def products(self) -> list[Product]:
@@ -165,6 +182,7 @@ class Workspace:
         self.residual = empty((batch, hidden), torch.float32)
         self.x, self.y = (empty((batch, hidden), dtype) for _ in range(2))
         self.qkv = empty((batch * max(l.qkv.outputs for l in layers),), dtype)
+        self.head_scales = empty((2, batch), torch.float32)
         self.attended = empty((batch * max(l.output.inputs for l in layers),), dtype)
         dense = [l.dense for l in layers if l.dense is not None]
         self.gate_up = empty((batch * max((d.gate_up.outputs for d in dense), default=0),), dtype)
@@ -180,8 +198,9 @@ class Workspace:
 class FusedBody:
     """Decode steps of a model whose layers are known."""
 
-    def __init__(self, policy: Policy, shapes: dict[int, LayerShape]) -> None:
-        self.policy = policy
+    def __init__(self, policy: Policy, shapes: dict[int, LayerShape], add_up: AddUp | None = None) -> None:
+        """`add_up`: where layers are cut over devices, the sum of what each has of an output, in place."""
+        self.policy, self._add_up = policy, add_up
         parts = read_parts(policy, shapes)
         self.layers = [FusedLayer(layer) for layer in parts.layers]
         self.final, self.table, self.factor = parts.final, parts.embedding.data, parts.factor
@@ -194,7 +213,7 @@ class FusedBody:
     @property
     def adapted_bytes(self) -> int:
         """Bytes of the weights that adapters add to: what a merged copy takes."""
-        return sum(piece_bytes(p.weight.shape, p.weight.dtype) for p in self.products if p.adapters)
+        return sum(p.mergeable_bytes for p in self.products)
 
     def make_room(self, empty: Empty | None) -> None:
         for product in self.products:
@@ -225,8 +244,13 @@ class FusedBody:
             qkv, attended = _table(space.qkv, b, layer.qkv.outputs), _table(space.attended, b, layer.output.inputs)
             layer.qkv.few(x, qkv) if few else layer.qkv(x, qkv)
             self._attend(batch, layer, qkv, attended, cache, index, space)
-            found = layer.output.few(attended, space.parts, whole=False) if few else layer.output(attended, y)
-            residual_norm(residual, found, x, layer.parts.before_mlp, layer.parts.after_attention, layer.parts.factor)
+            few_of_sum = few and self._add_up is None
+            found = (
+                layer.output.few(attended, space.parts, whole=False)
+                if few_of_sum
+                else self._whole(layer.output, attended, y)
+            )
+            _after_attention(layer.parts, residual, found, x, y)
             dense = layer.dense
             if dense is None:
                 found = layer.feed(x, y, x.new_empty)
@@ -234,11 +258,13 @@ class FusedBody:
                 narrow = _table(space.gated, b, dense.down.inputs)
                 if few:
                     dense.gate_up.few(x, narrow, dense.activation)
-                    found = dense.down.few(narrow, space.parts, whole=False)
                 else:
                     wide = _table(space.gate_up, b, dense.gate_up.outputs)
                     gated(dense.gate_up(x, wide), narrow, dense.activation)
-                    found = dense.down(narrow, y)
+                few_down = few and self._add_up is None
+                found = (
+                    dense.down.few(narrow, space.parts, whole=False) if few_down else self._whole(dense.down, narrow, y)
+                )
             residual_norm(residual, found, x, self._following(index), layer.parts.after_mlp, layer.parts.factor)
         return x
 
@@ -250,15 +276,21 @@ class FusedBody:
         for index, layer in enumerate(self.layers):
             shape = layer.decode_shape
             qkv = layer.qkv(x)
-            rotary, norm = self.rotaries[layer.parts.kind], layer.parts.head_norm
+            rotary, norm = self.rotaries[layer.parts.kind], layer.parts.each_head_norm
+            _normalise_whole(layer.parts, qkv, qkv.new_empty((2, qkv.shape[0]), dtype=torch.float32))
             rotated = rope(qkv, positions_T, shape.heads, shape.kv_heads, rotary, norm)
             q_THD, k_TKD, v_TKD = rotated.split((shape.heads, shape.kv_heads, shape.kv_heads), 1)
             attended = plan.attend(index, q_THD, k_TKD, v_TKD, layer.parts.shape.rules)
-            layer.output(attended.flatten(1), y)
-            residual_norm(residual, y, x, layer.parts.before_mlp, layer.parts.after_attention, layer.parts.factor)
+            self._whole(layer.output, attended.flatten(1), y)
+            _after_attention(layer.parts, residual, y, x, y)
             found = layer.feed(x, y, lambda columns, rows=x: rows.new_empty((rows.shape[0], columns)))
+            found = found if self._add_up is None else self._add_up(found)
             residual_norm(residual, found, x, self._following(index), layer.parts.after_mlp, layer.parts.factor)
         return x
+
+    def _whole(self, product: Product, x_BI: torch.Tensor, out_BE: torch.Tensor) -> torch.Tensor:
+        found = product(x_BI, out_BE)
+        return found if self._add_up is None else self._add_up(found)
 
     def _following(self, index: int) -> Norm | None:
         return self.final if index + 1 == len(self.layers) else self.layers[index + 1].parts.before_attention
@@ -268,14 +300,32 @@ class FusedBody:
         space: Workspace,
     ) -> None:  # fmt: skip
         shape = layer.decode_shape
+        _normalise_whole(layer.parts, qkv, space.head_scales)
         b, q_size, k_size = qkv.shape[0], shape.heads * shape.size, shape.kv_heads * shape.size
         q_BHD = qkv[:, :q_size].unflatten(1, (shape.heads, shape.size))
         k_BKD = qkv[:, q_size : q_size + k_size].unflatten(1, (shape.kv_heads, shape.size))
         v_BKD = qkv[:, q_size + k_size :].unflatten(1, (shape.kv_heads, shape.value_size))
         decode_attention(
             batch, shape, layer.parts.shape.rules, space.partials, q_BHD, k_BKD, v_BKD, cache.keys[index], cache.values[index],
-            out.view(b, shape.heads, shape.value_size), self.rotaries[layer.parts.kind], layer.parts.head_norm,
+            out.view(b, shape.heads, shape.value_size), self.rotaries[layer.parts.kind],
+            layer.parts.each_head_norm, cache.powers(index),
         )  # fmt: skip
+
+
+def _after_attention(
+    parts: LayerParts, residual: torch.Tensor, found: torch.Tensor, x: torch.Tensor, spare: torch.Tensor
+) -> None:
+    """Add what attention gives to the residual; the feed-forward part reads its norm, or what attention has read."""
+    if parts.parallel:
+        residual_norm(residual, found, spare, None, None, parts.factor)
+    else:
+        residual_norm(residual, found, x, parts.before_mlp, parts.after_attention, parts.factor)
+
+
+def _normalise_whole(parts: LayerParts, qkv_BX: torch.Tensor, scales: torch.Tensor) -> None:
+    """Normalise queries and keys in place, where that is done over all heads together."""
+    if parts.head_norm is not None and parts.head_norm.whole:
+        whole_norms(qkv_BX, parts.head_norm, qkv_BX, scales)
 
 
 def _table(space: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

@@ -24,9 +24,9 @@ from trimtab.rollout.trajectory import Group
 class ReplicaEngine(NativeEngine):
     """See engine.py. `policy` is the trained one; the engine's own is made from it."""
 
-    def __init__(self, policy: ShardedPolicy, tokenizer: Any, stop_token_ids: Sequence[int], **settings: Any) -> None:
+    def __init__(self, policy: Policy, tokenizer: Any, stop_token_ids: Sequence[int], **settings: Any) -> None:
         self._source = policy
-        own = Policy(empty_copy(policy.skeleton, policy.device), check=False)
+        own = self._make_own(policy)
         sizes = [piece_bytes((unit.size,), unit.dtype) for unit in own.weights.units]
         self._weights = Arena(sum(sizes), policy.device)
         for unit in own.weights.units:
@@ -35,6 +35,11 @@ class ReplicaEngine(NativeEngine):
         self._own = own
         self._gather_weights(frozen=True)
         super().__init__(own, tokenizer, stop_token_ids, **settings)
+
+    def _make_own(self, policy: Policy) -> Policy:
+        """A policy of the engine's own, its weights undefined."""
+        assert isinstance(policy, ShardedPolicy)
+        return Policy(empty_copy(policy.skeleton, policy.device), check=False)
 
     @property
     def non_torch_bytes(self) -> int:

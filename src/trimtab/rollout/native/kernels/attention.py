@@ -25,7 +25,8 @@ import triton.language as tl
 
 from trimtab.model.attention import Rules
 from trimtab.model.kernels.chain import follow, launch_options
-from trimtab.model.kernels.shared import weighted
+from trimtab.model.kernels.e4m3 import from_e4m3, to_e4m3
+from trimtab.model.kernels.shared import partner, turns_back, weighted
 from trimtab.model.norms import HeadNorm, Rotary
 from trimtab.model.shapes import LayerShape
 
@@ -35,7 +36,8 @@ LOWEST = tl.constexpr(-1.0e30)
 
 @triton.jit
 def _head_rows(
-    X, at_R, valid_R, pos_R, COS, SIN, W, eps, d, D: tl.constexpr, RD: tl.constexpr, NORM: tl.constexpr
+    X, at_R, valid_R, pos_R, COS, SIN, W, eps, d, D: tl.constexpr, RD: tl.constexpr, NORM: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
 ):  # fmt: skip
     """[R, D] head vectors at the offsets given, normalised (NORM) and rotated (RD > 0) as transformers does it."""
     real = valid_R[:, None] & (d < D)[None, :]
@@ -46,12 +48,11 @@ def _head_rows(
         rms = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
         x = weighted(x * rms, tl.load(W + d, mask=d < D, other=0.0)[None, :], dtype, NORM)
     if RD > 0:
-        half: tl.constexpr = RD // 2
-        pair = tl.where(d < half, d + half, tl.where(d < RD, d - half, d))
+        pair = partner(d, RD, NEIGHBOURS)
         y = tl.load(X + at_R[:, None] + pair[None, :], mask=real, other=0.0).to(tl.float32)
         if NORM > 0:
             y = weighted(y * rms, tl.load(W + pair, mask=pair < D, other=0.0)[None, :], dtype, NORM)
-        y = tl.where((d < half)[None, :], -y, y)
+        y = tl.where(turns_back(d, RD, NEIGHBOURS)[None, :], -y, y)
         rotated = valid_R[:, None] & (d < RD)[None, :]
         cos = tl.load(COS + pos_R[:, None] * RD + d[None, :], mask=rotated, other=1.0).to(tl.float32)
         sin = tl.load(SIN + pos_R[:, None] * RD + d[None, :], mask=rotated, other=0.0).to(tl.float32)
@@ -80,9 +81,28 @@ def _page(PAGES, row_at, t0, end, PAGE: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
+def _power(exponent):
+    """2 to the power, exactly."""
+    return ((exponent.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _store_codes(x, at, d, X, POWERS, at_power, D: tl.constexpr):
+    """Store a head [1, D] as codes with a power of two (kv_codes.py); returns what they stand for."""
+    wide = tl.where((d < D)[None, :], x.to(tl.float32), 0.0)
+    largest = tl.max(tl.abs(wide), 1)
+    exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 134, -107)
+    codes = to_e4m3(wide * _power(-exponent)[:, None])
+    tl.store(X + at + d[None, :], codes.to(tl.uint8), mask=(d < D)[None, :])
+    tl.store(POWERS + at_power, exponent.to(tl.int8))
+    return (from_e4m3(codes) * _power(exponent)[:, None]).to(x.dtype)
+
+
+@triton.jit
 def _attend(
-    q, m, l, acc, KC, VC, PAGES, row_at, h, lo, hi, first_R, scale, softcap, d, dv,
-    KD: tl.constexpr, VD: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, T: tl.constexpr,
+    q, m, l, acc, KC, VC, KP, VP, PAGES, row_at, h, lo, hi, first_R, scale, softcap, d, dv,
+    HK: tl.constexpr, CODES: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, T: tl.constexpr,
     CAP: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Take tokens [lo, hi) of one sequence's pages into the running softmax of the queries."""
@@ -91,7 +111,12 @@ def _attend(
         t = t0 + tl.arange(0, T)
         slot = page * PAGE + t % PAGE
         k = tl.load(KC + slot[None, :] * KD + h * D + d[:, None], mask=(t < hi)[None, :] & (d < D)[:, None], other=0.0)
-        s = _scores(tl.dot(q, k, input_precision="ieee"), scale, softcap, CAP)
+        if CODES:
+            factor = _power(tl.load(KP + slot * HK + h, mask=t < hi, other=0))
+            s = tl.dot(q, from_e4m3(k.to(tl.int32)).to(q.dtype), input_precision="ieee") * factor[None, :]
+        else:
+            s = tl.dot(q, k.to(q.dtype), input_precision="ieee")
+        s = _scores(s, scale, softcap, CAP)
         s = tl.where((t < hi)[None, :], s, LOWEST)
         if WINDOW:
             s = tl.where(t[None, :] >= first_R[:, None], s, LOWEST)
@@ -102,7 +127,12 @@ def _attend(
         v = tl.load(
             VC + slot[:, None] * VD + h * DV + dv[None, :], mask=(t < hi)[:, None] & (dv < DV)[None, :], other=0.0
         )
-        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+        if CODES:
+            factor = _power(tl.load(VP + slot * HK + h, mask=t < hi, other=0))
+            v = from_e4m3(v.to(tl.int32)).to(q.dtype)
+            acc = tl.dot((p * factor[None, :]).to(q.dtype), v, acc * fade[:, None], input_precision="ieee")
+        else:
+            acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
         l = l * fade + tl.sum(p, 1)
         m = m_new
         # Looked up a tile ahead: a load whose address is a load of the same round would not be kept in flight.
@@ -112,10 +142,11 @@ def _attend(
 
 @triton.jit
 def _prefix(
-    Q, q_b, q_h, KC, VC, PAGES, width, INDEX, POS, ITEMS, COS, SIN, QN, PM, PL, PACC, scale, softcap, eps, window,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    KD: tl.constexpr, VD: tl.constexpr, RD: tl.constexpr, NORM: tl.constexpr, PAGE: tl.constexpr, T: tl.constexpr,
-    M: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr, CHAIN: tl.constexpr,
+    Q, q_b, q_h, KC, VC, KP, VP, PAGES, width, INDEX, POS, ITEMS, COS, SIN, QN, PM, PL, PACC, scale, softcap, eps, window,
+    H: tl.constexpr, G: tl.constexpr, HK: tl.constexpr, CODES: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    KD: tl.constexpr, VD: tl.constexpr, RD: tl.constexpr, NORM: tl.constexpr, NEIGHBOURS: tl.constexpr, PAGE: tl.constexpr,
+    T: tl.constexpr, M: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """Queries of up to M / G samples of one prompt against the pages they share."""
     follow(CHAIN)
@@ -129,7 +160,7 @@ def _prefix(
         head = h * G + r % G
         pos = tl.load(POS + tl.load(INDEX + b, mask=valid, other=0), mask=valid, other=0).to(tl.int32)
         d, dv = tl.arange(0, DP), tl.arange(0, DVP)
-        q = _head_rows(Q, b * q_b + head * q_h, valid, pos, COS, SIN, QN, eps, d, D, RD, NORM)
+        q = _head_rows(Q, b * q_b + head * q_h, valid, pos, COS, SIN, QN, eps, d, D, RD, NORM, NEIGHBOURS)
         m = tl.full([M], LOWEST, tl.float32)
         l = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, DVP], tl.float32)
@@ -139,8 +170,8 @@ def _prefix(
             lo = tl.maximum(lo, earliest // T * T)
         row_at = tl.load(INDEX + first).to(tl.int64) * width
         m, l, acc = _attend(
-            q, m, l, acc, KC, VC, PAGES, row_at, h, lo, tokens, pos - window + 1, scale, softcap, d, dv,
-            KD, VD, D, DV, PAGE, T, CAP, WINDOW, STAGES,
+            q, m, l, acc, KC, VC, KP, VP, PAGES, row_at, h, lo, tokens, pos - window + 1, scale, softcap, d, dv,
+            HK, CODES, KD, VD, D, DV, PAGE, T, CAP, WINDOW, STAGES,
         )  # fmt: skip
         at = b * H + head
         tl.store(PM + at, m, mask=valid)
@@ -150,11 +181,12 @@ def _prefix(
 
 @triton.jit(do_not_specialize=["batch", "splits"])
 def _decode(
-    Q, K, V, q_b, q_h, k_b, k_h, v_b, v_h, KC, VC, PAGES, width, INDEX, POS, DONE, SHARED, COS, SIN, QN, KN, SINKS,
+    Q, K, V, q_b, q_h, k_b, k_h, v_b, v_h, KC, VC, KP, VP, PAGES, width, INDEX, POS, DONE, SHARED, COS, SIN, QN, KN, SINKS,
     PM, PL, PACC, SM, SL, SACC, OUT, batch, splits, scale, softcap, eps, window,
-    H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
-    DVP: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, RD: tl.constexpr, NORM: tl.constexpr, PAGE: tl.constexpr,
-    T: tl.constexpr, SPLIT: tl.constexpr, SHARE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, HK: tl.constexpr, CODES: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
+    DVP: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, RD: tl.constexpr, NORM: tl.constexpr, NEIGHBOURS: tl.constexpr,
+    PAGE: tl.constexpr, T: tl.constexpr, SPLIT: tl.constexpr, SHARE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
     SINK: tl.constexpr, STAGES: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """Own pages of one sequence for one key/value head; the first split also takes in the new token and stores it."""
@@ -181,7 +213,7 @@ def _decode(
         if not SPLIT:
             tl.store(out, tl.zeros([GP, DVP], OUT.dtype.element_ty), mask=real)
         return
-    q = _head_rows(Q, b * q_b + head * q_h, g < G, g * 0 + pos, COS, SIN, QN, eps, d, D, RD, NORM)
+    q = _head_rows(Q, b * q_b + head * q_h, g < G, g * 0 + pos, COS, SIN, QN, eps, d, D, RD, NORM, NEIGHBOURS)
     m = tl.full([GP], LOWEST, tl.float32)
     l = tl.zeros([GP], tl.float32)
     acc = tl.zeros([GP, DVP], tl.float32)
@@ -193,20 +225,26 @@ def _decode(
             l = tl.load(PL + at, mask=there, other=0.0)
             acc = tl.load(PACC + at[:, None] * DV + dv[None, :], mask=there[:, None] & (dv < DV)[None, :], other=0.0)
         one = tl.arange(0, 1)
-        k = _head_rows(K, one + b * k_b + h * k_h, one == 0, one + pos, COS, SIN, KN, eps, d, D, RD, NORM)
+        k = _head_rows(K, one + b * k_b + h * k_h, one == 0, one + pos, COS, SIN, KN, eps, d, D, RD, NORM, NEIGHBOURS)
         v = tl.load(V + b * v_b + h * v_h + one[:, None] + dv[None, :], mask=(dv < DV)[None, :], other=0.0)
         slot = tl.load(PAGES + row_at + pos // PAGE).to(tl.int64) * PAGE + pos % PAGE
-        tl.store(KC + slot * KD + h * D + one[:, None] + d[None, :], k, mask=(d < D)[None, :])
-        tl.store(VC + slot * VD + h * DV + one[:, None] + dv[None, :], v, mask=(dv < DV)[None, :])
+        if CODES:
+            k = _store_codes(k, slot * KD + h * D + one[:, None], d, KC, KP, slot * HK + h + one, D)
+            v = _store_codes(v, slot * VD + h * DV + one[:, None], dv, VC, VP, slot * HK + h + one, DV)
+        else:
+            stored: tl.constexpr = KC.dtype.element_ty
+            k, v = k.to(stored), v.to(stored)
+            tl.store(KC + slot * KD + h * D + one[:, None] + d[None, :], k, mask=(d < D)[None, :])
+            tl.store(VC + slot * VD + h * DV + one[:, None] + dv[None, :], v, mask=(dv < DV)[None, :])
         s = _scores(tl.sum(q.to(tl.float32) * k.to(tl.float32), 1), scale, softcap, CAP)
         m_new = tl.maximum(m, s)
         p, fade = tl.exp2(s - m_new), tl.exp2(m - m_new)
-        acc = acc * fade[:, None] + p.to(v.dtype).to(tl.float32)[:, None] * v.to(tl.float32)
+        acc = acc * fade[:, None] + p.to(q.dtype).to(tl.float32)[:, None] * v.to(tl.float32)
         l = l * fade + p
         m = m_new
     m, l, acc = _attend(
-        q, m, l, acc, KC, VC, PAGES, row_at, h, lo, hi, g * 0 + pos - window + 1, scale, softcap, d, dv,
-        KD, VD, D, DV, PAGE, T, CAP, WINDOW, STAGES,
+        q, m, l, acc, KC, VC, KP, VP, PAGES, row_at, h, lo, hi, g * 0 + pos - window + 1, scale, softcap, d, dv,
+        HK, CODES, KD, VD, D, DV, PAGE, T, CAP, WINDOW, STAGES,
     )  # fmt: skip
     if not SPLIT:
         if SINK:
@@ -333,27 +371,32 @@ def decode_attention(
     batch: DecodeBatch, shape: DecodeShape, rules: Rules, partials: Partials,
     q_BHD: torch.Tensor, k_BKD: torch.Tensor, v_BKD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
     out_BHD: torch.Tensor, rotary: Rotary | None = None, norm: HeadNorm | None = None,
+    powers: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Store the new keys and values and attend. q, k, v have contiguous heads and any batch and head stride."""
+    """Store the new keys and values and attend. q, k, v have contiguous heads and any batch and head stride. `powers`: of
+    keys and values that are stored in codes (kv_codes.py)."""
     b = batch.index_B.shape[0]
     group = shape.heads // shape.kv_heads
     splits = splits_for(b, shape.kv_heads)
     row_bytes = shape.size * keys.dtype.itemsize
     own, common_pages = decode_launch(row_bytes, b * shape.kv_heads * splits, splits > 1), prefix_launch(row_bytes)
     common = {
-        "H": shape.heads, "G": group, "D": shape.size, "DP": max(16, triton.next_power_of_2(shape.size)), "DV": shape.value_size,
+        "H": shape.heads, "G": group, "HK": shape.kv_heads, "CODES": powers is not None,
+        "D": shape.size, "DP": max(16, triton.next_power_of_2(shape.size)), "DV": shape.value_size,
         "DVP": max(16, triton.next_power_of_2(shape.value_size)), "KD": shape.kv_heads * shape.size,
         "VD": shape.kv_heads * shape.value_size, "RD": rotary.cos.shape[-1] if rotary else 0, "NORM": norm.kind if norm else 0,
-        "PAGE": batch.page_tokens, "CAP": rules.softcap is not None, "WINDOW": rules.window is not None, **launch_options(),
+        "NEIGHBOURS": rotary is not None and rotary.neighbours, "PAGE": batch.page_tokens,
+        "CAP": rules.softcap is not None, "WINDOW": rules.window is not None, **launch_options(),
     }  # fmt: skip
     cos, sin = (rotary.cos, rotary.sin) if rotary else (q_BHD, q_BHD)
     query_norm, key_norm, eps = (norm.query, norm.key, norm.eps) if norm else (q_BHD, q_BHD, 0.0)
     limits = (rules.scale, rules.softcap or 0.0, eps, rules.window or 0)
+    stores = (keys, values, *(powers or (keys, values)))
     at = (batch.pages_RP, batch.pages_RP.stride(0), batch.index_B, batch.positions_R)
     prefix = (partials.prefix_m, partials.prefix_l, partials.prefix_acc)
     if batch.items is not None:
         _prefix[(batch.items.shape[0], shape.kv_heads)](
-            q_BHD, q_BHD.stride(0), q_BHD.stride(1), keys, values, *at, batch.items, cos, sin, query_norm, *prefix, *limits,
+            q_BHD, q_BHD.stride(0), q_BHD.stride(1), *stores, *at, batch.items, cos, sin, query_norm, *prefix, *limits,
             M=max(SHARED_TILE, triton.next_power_of_2(group)), T=common_pages.tile, STAGES=common_pages.stages,
             num_warps=common_pages.warps, **common,
         )  # fmt: skip
@@ -361,7 +404,7 @@ def decode_attention(
     sinks = rules.sinks_H if rules.sinks_H is not None else q_BHD
     _decode[(b, shape.kv_heads, splits)](
         q_BHD, k_BKD, v_BKD, q_BHD.stride(0), q_BHD.stride(1), k_BKD.stride(0), k_BKD.stride(1), v_BKD.stride(0),
-        v_BKD.stride(1), keys, values, *at, batch.done_R, batch.shared_B, cos, sin, query_norm, key_norm, sinks, *prefix,
+        v_BKD.stride(1), *stores, *at, batch.done_R, batch.shared_B, cos, sin, query_norm, key_norm, sinks, *prefix,
         *split, out_BHD, b, splits, *limits, GP=max(16, triton.next_power_of_2(group)), SPLIT=splits > 1,
         SHARE=batch.items is not None, SINK=rules.sinks_H is not None, T=own.tile, STAGES=own.stages,
         num_warps=own.warps, **common,

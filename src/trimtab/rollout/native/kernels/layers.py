@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 
 from trimtab.model.kernels.chain import follow, launch_options
-from trimtab.model.kernels.shared import warps_for, weighted
+from trimtab.model.kernels.shared import normalised, warps_for, weighted
 from trimtab.model.norms import Norm
 
 
 @triton.jit
 def _rms(x, e, W, eps, E: tl.constexpr, dtype: tl.constexpr, KIND: tl.constexpr):
-    x = x * tl.rsqrt(tl.sum(x * x, 0) / E + eps)
+    x, _ = normalised(x, e, eps, E, KIND)
     return weighted(x, tl.load(W + e, mask=e < E, other=0.0), dtype, KIND)
 
 
