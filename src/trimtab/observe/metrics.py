@@ -82,6 +82,8 @@ def update_metrics(done: list[UpdateStats]) -> dict[str, float]:
         "run/samples_without_gradient": float(sum(stats.without_gradient for stats in done)),
         "run/skipped_updates": float(sum(not stats.applied for stats in done)),
     }
+    if any(stats.loss_scale != 1.0 for stats in done):
+        metrics["run/loss_scale"] = min(stats.loss_scale for stats in done)
     behind = [stats.behind for stats in done if stats.behind is not None]
     if behind:
         metrics["run/device_behind"] = min(behind)

@@ -37,7 +37,7 @@ class Block:
     sandwich: bool = False
     """Norms after attention and feed-forward as well as before."""
     dense: bool = False
-    """No fused kernel computes its attention: scores are soft-capped, or there are sinks."""
+    """No fused kernel computes its attention: scores are soft-capped."""
     experts: int = 0
     experts_used: int = 0
     shared_width: int = 0
@@ -261,7 +261,7 @@ def _block(config: Mapping[str, Any], kind: str, index: int) -> Block:
         kind == "glm4_moe" and config.get("use_qk_norm")
     )
     capped = kind == "gemma2" and config.get("attn_logit_softcapping", 50.0) is not None
-    dense = capped or kind == "gpt_oss"
+    dense = capped
     block = replace(plain, head_norm=head_norm, sandwich=kind in ("gemma2", "gemma3_text", "olmo2"), dense=dense)
     attention = hidden * (block.projected + block.query_width)
     biased = config.get("attention_bias", kind == "gpt_oss")

@@ -49,6 +49,7 @@ class KVCache:
         self.keys = {layer: empty((pages, page_tokens, *shape.key), kind) for layer, shape in shapes.items()}
         self.latents = {layer for layer, shape in shapes.items() if shape.value_in_key}
         """Layers whose values are the first part of their keys; these are stored plain."""
+        assert not (self.latents and stored == "fp8"), "latents have no codes"
         self.values = {
             layer: self.keys[layer][..., : shape.value[1]]
             if layer in self.latents
@@ -61,7 +62,8 @@ class KVCache:
 
     @property
     def _stores(self) -> list[torch.Tensor]:
-        kept = (self.keys, self.values, self.key_powers, self.value_powers)
+        values = {layer: store for layer, store in self.values.items() if layer not in self.latents}
+        kept = (self.keys, values, self.key_powers, self.value_powers)
         return [tensor for store in kept for tensor in store.values()]
 
     def powers(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
