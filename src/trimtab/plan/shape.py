@@ -151,6 +151,11 @@ class ModelShape:
         )
 
     @cached_property
+    def whole_kv_elements(self) -> int:
+        """Elements of the keys and values of one token in all layers."""
+        return sum(b.kv_elements for b in self.blocks)
+
+    @cached_property
     def kv_elements(self) -> int:
         """Elements that one token stores in all layers."""
         return sum(b.stored_elements for b in self.blocks)

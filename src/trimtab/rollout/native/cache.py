@@ -48,7 +48,7 @@ class KVCache:
         kind = {"auto": dtype, "bf16": torch.bfloat16, "fp8": torch.uint8}[stored]
         self.keys = {layer: empty((pages, page_tokens, *shape.key), kind) for layer, shape in shapes.items()}
         self.latents = {layer for layer, shape in shapes.items() if shape.value_in_key}
-        """Layers whose values are the first part of their keys."""
+        """Layers whose values are the first part of their keys; these are stored plain."""
         assert not (self.latents and stored == "fp8"), "latents have no codes"
         self.values = {
             layer: self.keys[layer][..., : shape.value[1]]

@@ -83,7 +83,7 @@ class NativeEngine:
         self.on_recovery = on_recovery
         self._made_with = (max_sequences, prefill_tokens, kv_bytes)
         self._joined = joined
-        self._shapes = shapes = layer_shapes(policy, latents=True)
+        self._shapes = shapes = layer_shapes(policy, kv_dtype == "auto" and kv_parts == 1)
         token_bytes = sum(stored_bytes(s, policy.dtype, kv_dtype) for s in shapes.values())
         self.page_bytes = kv_parts * page_tokens * token_bytes
         self._states, self._kv_dtype = state_shapes(policy), kv_dtype
