@@ -103,6 +103,17 @@ def test_twenty_kills(tmp_path: Path, model_folder: Path, ranks: int, shard: str
     assert len(set(places)) >= 10, sorted(set(places))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["none", "full"])
+def test_kills_of_ranks_that_generate_together(tmp_path: Path, model_folder: Path, shard: str) -> None:
+    """Of an engine that is cut over both ranks: each waits for the other in every layer."""
+    cut = {"engine": "native", "rollout": {"tensor_parallel": 2}}
+    lives = kill(tmp_path, model_folder, 10, devices=2, shard=shard, **cut)
+    for life in lives:
+        assert_same_run(tmp_path, life)
+    assert sum(len(life["kills"]) for life in lives) >= 10
+
+
 ROLES = {"actor": 1, "critic": 1, "reference": 1, "rollout": 1}
 PPO = {"algorithm": "ppo", "critic": {"lr": 1e-2}, "staleness": 1}
 
