@@ -35,6 +35,7 @@ from trimtab.model.recurrent import Mixer
 from trimtab.model.shapes import LayerShape
 from trimtab.rollout.native.arena import Arena, piece_bytes
 from trimtab.rollout.native.cache import Carried, Empty, KVCache, PrefillPlan, PrefillSegment
+from trimtab.rollout.native.cut_head import CutHead
 from trimtab.rollout.native.fused import FusedBody, Workspace
 from trimtab.rollout.native.kernels.attention import (
     DecodeBatch,
@@ -296,7 +297,7 @@ class CudaDecoder:
 
     def _sample(self, index_B: torch.Tensor, hidden_BE: torch.Tensor, rows: Rows, sampling: Sampling) -> None:
         head, out_BV = self.policy.head, self._layout.logits[: hidden_BE.shape[0]]
-        if self._together is not None:
+        if isinstance(head, CutHead):
             plain = Head(head.weight_VE, head.bias_V)
             out_BV.copy_(head.gathered(plain.logits(hidden_BE), vote=not torch.cuda.is_current_stream_capturing()))
         elif hidden_BE.dtype == torch.float32:
