@@ -10,7 +10,7 @@ from trimtab.plan.placement import SHARDS_BUILT
 
 DEVICES = "Trimtab takes as many of the visible GPUs as make a step fastest, a process each; no divisibility is needed"
 NODES = "Trimtab takes the GPUs of this machine or, with run.cluster, those of all machines of a Ray cluster"
-TOGETHER = "reference, critic and reward models are on the policy's devices, on each of them"
+TOGETHER = "reference, critic and reward models are on the policy's devices unless run.placement gives them others"
 SHARD = (
     "Trimtab takes the simplest of none, optimizer, gradients and full (ZeRO 0 to 3) that fits and is fast; "
     "`trimtab plan --devices N` shows what each device then holds"

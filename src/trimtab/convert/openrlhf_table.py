@@ -65,7 +65,10 @@ CRITIC_FLAGS: tuple[ConvertRule, ...] = (
     ),
     automatic("critic.num_nodes critic_num_nodes", TOGETHER),
     automatic("critic.num_gpus_per_node critic_num_gpus_per_node", TOGETHER),
-    automatic("train.colocate_critic_reward colocate_critic_reward", "the critic is on the policy's devices"),
+    automatic(
+        "train.colocate_critic_reward colocate_critic_reward",
+        "the critic is on the policy's devices unless run.placement gives it others",
+    ),
     automatic(
         "critic.save_value_network save_value_network", "the critic is in every checkpoint; export leaves it out"
     ),
@@ -353,7 +356,7 @@ RULES: tuple[ConvertRule, ...] = (
         "Trimtab samples only what it trains on; see learn.dynamic_sampling",
     ),
     unsupported(
-        "ds.load_in_4bit load_in_4bit", "Trimtab does not quantise weights; model.lora with bfloat16 weights is similar"
+        "ds.load_in_4bit load_in_4bit", "write model.base: 4bit or fp8 with model.lora: it stores the frozen weights so"
     ),
     unsupported("train.enable_ema enable_ema", "Trimtab keeps no moving average of the weights"),
     unsupported("train.ema_beta ema_beta", "Trimtab keeps no moving average of the weights"),

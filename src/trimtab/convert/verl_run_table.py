@@ -266,7 +266,7 @@ RUN_RULES: tuple[ConvertRule, ...] = (
     *each(automatic, "trainer.v1.* skip.*", "sampling and training take turns in one loop"),
     automatic("_target_.*", "names a class inside verl"),
     unsupported("A.actor.policy_loss.*", "belongs to a loss that Trimtab does not have"),
-    unsupported("A.actor.qat.*", "Trimtab does not quantise weights"),
+    unsupported("A.actor.qat.*", "Trimtab trains no quantised weights"),
     unsupported("A.model.lora.*", "Trimtab trains standard LoRA adapters: see model.lora"),
     unsupported("algorithm.pf_ppo.*", "Trimtab does not reweight samples"),
     *each(

@@ -13,12 +13,14 @@ At the start the log-probs of the slices are compared with those of the whole mo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from trimtab.base.errors import EngineError, MemoryExhausted
 from trimtab.model.attention import AttentionPlan
+from trimtab.model.head import Head
 from trimtab.model.memory import Arguments, Result, Shortage, free
 from trimtab.model.policy import TOLERANCE_NATS, Policy, distance
 from trimtab.model.replica import fill, skeleton_of
@@ -26,12 +28,35 @@ from trimtab.model.sharded import ShardedPolicy
 from trimtab.model.slices import CutModel, cut_model
 from trimtab.rollout.engine import Request
 from trimtab.rollout.feed import Bounds, CutRequest, Feed, Load, News
-from trimtab.rollout.native.cut_head import CutHead
 from trimtab.rollout.native.replica import ReplicaEngine
 from trimtab.rollout.native.together import FIRST, Together
 from trimtab.rollout.trajectory import Group
 
 NOTHING_NEW = News()
+
+
+@dataclass(frozen=True)
+class CutHead(Head):
+    """See head.py: this rank's words, and all of them in `logits`."""
+
+    together: Together | None = None
+    vocabulary: int = 0
+
+    def logits(self, hidden_TE: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+        own = super().logits(hidden_TE, temperature)
+        return self.gathered(own)
+
+    @property
+    def words(self) -> int:
+        return self.vocabulary
+
+    def gathered(self, own_TV: torch.Tensor, vote: bool = True) -> torch.Tensor:
+        """The logits of all words from those of this rank's. `vote`: see together.py."""
+        assert self.together is not None
+        each = -(-self.vocabulary // self.together.parts)
+        if own_TV.shape[-1] < each:
+            own_TV = torch.nn.functional.pad(own_TV, (0, each - own_TV.shape[-1]))
+        return self.together.gather(own_TV, vote)[..., : self.vocabulary]
 
 
 class CutPolicy(Policy):
@@ -126,14 +151,12 @@ class CutEngine(ReplicaEngine):
         fill(self._own.model, self._source.model, self._source.weights, frozen, self._cut.slices)
 
     def _reclaim(self) -> None:
-        message = ""
-        for _ in range(2):
-            outcome = self._attempt(self._decoder.reclaim)
-            if not isinstance(outcome, Shortage):
-                return
-            message = outcome.message
+        outcome = self._attempt(self._decoder.reclaim)
+        if isinstance(outcome, Shortage):
             free(self.policy.device)
-        raise MemoryExhausted(f"the rollout cannot take its memory back: {message}")
+            outcome = self._attempt(self._decoder.reclaim)
+        if isinstance(outcome, Shortage):
+            raise MemoryExhausted(f"the rollout cannot take its memory back: {outcome.message}")
 
     def _attempt(self, work: Callable[[*Arguments], Result], *args: *Arguments) -> Result | Shortage:
         return self._together.attempt(work, *args)

@@ -40,7 +40,7 @@ class Together:
     def __init__(self, store: dist.Store, rank: int, parts: int, device: torch.device, backend: str) -> None:
         self.rank, self.parts, self.device = rank, parts, device
         self._host: Any = dist.ProcessGroupGloo(dist.PrefixStore("host", store), rank, parts, TIMEOUT)
-        self._tensors = self._host
+        self._tensors: Any = self._host
         if backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             self._tensors = dist.ProcessGroupNCCL(dist.PrefixStore("device", store), rank, parts, options)
@@ -73,8 +73,8 @@ class Together:
     def vote(self, short: bool = False) -> bool:
         """True if any rank is short of memory."""
         said = torch.tensor([int(short)], dtype=torch.int32)
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
         self._host.allreduce([said], options).wait()
         return bool(said)
 
