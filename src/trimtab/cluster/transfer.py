@@ -2,9 +2,10 @@
 
     trainer 0 --- broadcast, unit after unit of the weight store ---> sampler 0, 1, 2 ...
 
-The sender and all receivers are one group of torch.distributed beside the trainers' own. Both sides have the same model, so they
-know what comes; the version that is sent with it is compared with the one that is expected. Only what is trained is sent: the
-rest was read from the same files.
+The sender and all receivers are one group of torch.distributed beside the trainers' own. Ranks of an engine that is cut over
+devices keep their slices of each weight, which then comes by itself. Both sides have the same model, so they know what comes; the
+version that is sent with it is compared with the one that is expected. Only what is trained is sent: the rest was read from the
+same files.
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ class WeightChannel:
             self._broadcast(whole)
             take(name, whole)
             moved += whole.nbytes
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         return Transferred(time.perf_counter() - begin, moved)
 
     def _expect(self, version: int) -> None:
