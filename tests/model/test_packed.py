@@ -190,3 +190,20 @@ def test_weights_that_are_no_numbers_are_named() -> None:
         weight.view(-1)[0] = float("nan")
     with pytest.raises(ModelError, match=rf"NaN: {name} holds values that are not finite"):
         Policy(model)
+
+
+def test_layers_that_add_noise_while_they_are_trained_are_refused(tmp_path: Path) -> None:
+    """By name before weights are read, and by what they compute."""
+    model = tiny_model("phimoe", num_local_experts=4, num_experts_per_tok=2)
+    with pytest.raises(ModelError, match=r"PhimoeForCausalLM draws its experts by chance.*The nearest.*mixtral"):
+        Policy(model)
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="draws its experts by chance"):
+        refuse_other_layers(Model(path=str(tmp_path)))
+    Policy(tiny_model("mixtral", router_jitter_noise=0.5))  # which can be switched off
+    noisy = tiny_model("mixtral")
+    mlp = noisy.model.layers[0].mlp
+    before = mlp.forward
+    mlp.forward = lambda x: before(x) * (1.5 if mlp.training else 1.0)
+    with pytest.raises(ModelError, match="MixtralForCausalLM computes other log-probs while it is trained"):
+        Policy(noisy)

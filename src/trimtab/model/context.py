@@ -32,11 +32,13 @@ NEAREST = {
     "falcon_mamba": "falcon_h1", "gemma3n": "gemma3", "gemma3n_text": "gemma3_text", "glm5_next": "glm4_moe",
     "glm_moe_dsa": "glm4_moe", "gpt_neox_japanese": "gpt_neox", "hy_v4": "hy_v3", "jamba": "granitemoehybrid",
     "kimi_linear": "qwen3_next", "llama4": "llama", "llama4_text": "llama", "mamba": "falcon_h1", "mamba2": "falcon_h1",
-    "minimax": "minimax_m2", "modernbert-decoder": "gemma3_text", "nemotron": "llama", "qwen4_exp": "qwen3_next",
-    "qwen4_exp_text": "qwen3_next", "recurrent_gemma": "gemma2", "zamba": "granitemoehybrid", "zamba2": "granitemoehybrid",
-    "zaya": "qwen3_moe",
+    "minimax": "minimax_m2", "modernbert-decoder": "gemma3_text", "nemotron": "llama", "phimoe": "mixtral",
+    "qwen4_exp": "qwen3_next", "qwen4_exp_text": "qwen3_next", "recurrent_gemma": "gemma2", "zamba": "granitemoehybrid",
+    "zamba2": "granitemoehybrid", "zaya": "qwen3_moe",
 }  # fmt: skip
 """Of families (`model_type`) that are refused, the served one that is most like it."""
+NOISY = {"phimoe"}
+"""Families whose router is another function in training than without."""
 USUAL = "qwen3, llama or gemma3_text"
 
 

@@ -18,7 +18,7 @@ class AdaptedExperts(ParamWrapper):
     """PEFT's wrapper of one stacked weight; where several are adapted, one wraps the other."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        base = self.get_base_layer()
+        base: Any = self.get_base_layer()
         written_out = base.config._experts_implementation != EXPERTS_NAME
         if self.merged or written_out or kwargs:
             found: torch.Tensor = super().forward(x, *args, **kwargs)

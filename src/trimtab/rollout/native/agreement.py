@@ -30,7 +30,9 @@ class Compared(Protocol):
     policy: Policy
     pool: PagePool
     prefill_tokens: int
-    _kv_dtype: str
+
+    @property
+    def _kv_dtype(self) -> str: ...
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Group]: ...
 

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
+from typing import Any, cast
 
 import torch
 
@@ -303,7 +304,7 @@ class CudaDecoder:
         return self.policy.hidden(state.last_tokens[batch.index_B], state.positions[batch.index_B], plan)
 
     def _sample(self, index_B: torch.Tensor, hidden_BE: torch.Tensor, rows: Rows, sampling: Sampling) -> None:
-        head, out_BV = self.policy.head, self._layout.logits[: hidden_BE.shape[0]]
+        head, out_BV = cast(Any, self.policy.head), self._layout.logits[: hidden_BE.shape[0]]
         if self._together is not None:
             plain = Head(head.weight_VE, head.bias_V)
             out_BV.copy_(head.gathered(plain.logits(hidden_BE), vote=not torch.cuda.is_current_stream_capturing()))

@@ -151,12 +151,12 @@ class CutEngine(ReplicaEngine):
         fill(self._own.model, self._source.model, self._source.weights, frozen, self._cut.slices)
 
     def _reclaim(self) -> None:
-        for _ in range(2):
-            outcome = self._attempt(self._decoder.reclaim)
-            if not isinstance(outcome, Shortage):
-                return
+        outcome = self._attempt(self._decoder.reclaim)
+        if isinstance(outcome, Shortage):
             free(self.policy.device)
-        raise MemoryExhausted(f"the rollout cannot take its memory back: {outcome.message}")
+            outcome = self._attempt(self._decoder.reclaim)
+        if isinstance(outcome, Shortage):
+            raise MemoryExhausted(f"the rollout cannot take its memory back: {outcome.message}")
 
     def _attempt(self, work: Callable[[*Arguments], Result], *args: *Arguments) -> Result | Shortage:
         return self._together.attempt(work, *args)

@@ -284,7 +284,7 @@ class FusedBody:
             attended = plan.attend(index, q_THD, k_TKD, v_TKD, layer.parts.shape.rules)
             self._whole(layer.output, attended.flatten(1), y)
             _after_attention(layer.parts, residual, y, x, y)
-            found = layer.feed(x, y, partial(_new_table, x))
+            found = layer.feed(x, y, partial(_rows_like, x))
             found = found if self._add_up is None else self._add_up(found)
             residual_norm(residual, found, x, self._following(index), layer.parts.after_mlp, layer.parts.factor)
         return x
@@ -313,6 +313,10 @@ class FusedBody:
         )  # fmt: skip
 
 
+def _rows_like(x: torch.Tensor, columns: int) -> torch.Tensor:
+    return x.new_empty((x.shape[0], columns))
+
+
 def _after_attention(
     parts: LayerParts, residual: torch.Tensor, found: torch.Tensor, x: torch.Tensor, spare: torch.Tensor
 ) -> None:
@@ -327,10 +331,6 @@ def _normalise_whole(parts: LayerParts, qkv_BX: torch.Tensor, scales: torch.Tens
     """Normalise queries and keys in place, where that is done over all heads together."""
     if parts.head_norm is not None and parts.head_norm.whole:
         whole_norms(qkv_BX, parts.head_norm, qkv_BX, scales)
-
-
-def _new_table(like: torch.Tensor, columns: int) -> torch.Tensor:
-    return like.new_empty((like.shape[0], columns))
 
 
 def _table(space: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
