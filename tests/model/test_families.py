@@ -84,7 +84,7 @@ def test_the_nearest_families_are_served() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "near"), [("llama4_text", "llama"), ("mamba", "falcon_h1"), ("bloom", "qwen3, llama or")]
+    ("kind", "near"), [("llama4_text", "llama"), ("deepseek_v32", "deepseek_v3"), ("bloom", "qwen3, llama or")]
 )
 def test_a_refusal_names_the_nearest(kind: str, near: str) -> None:
     with pytest.raises(ModelError, match=f"The nearest family that is served: {near}"):

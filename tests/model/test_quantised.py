@@ -217,5 +217,5 @@ def test_what_is_stored_can_be_taken_as_it_is(tmp_path: Path) -> None:
     held = tensors(tmp_path)
     (one,) = [one for one in stored.tensors if one.name == "model.layers.0.mlp.up_proj.weight"]
     assert one.parts == (one.name, f"{one.name}_scale_inv") and set(one.parts) <= held.keys()
-    with stored.opened() as waiting:
-        assert torch.equal(waiting[one.name].as_stored()[0].view(torch.uint8), held[one.name].view(torch.uint8))
+    waiting = stored.opened()
+    assert torch.equal(waiting[one.name].as_stored()[0].view(torch.uint8), held[one.name].view(torch.uint8))

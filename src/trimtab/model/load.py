@@ -181,11 +181,11 @@ def _load_stored(
     """A model from tensors that are read here: dequantised, and of the text part alone where there is another."""
     stored = Stored(location, scheme, options["dtype"])
     known = {name: value for name, value in options.items() if name != "trust_remote_code"}
-    with stored.opened() as tensors:
-        names = text_names(tensors) if wrapped else {name: name for name in tensors}
-        state = experts_turned({new: tensors[old] for old, new in names.items()}, config)
-        made = AutoModelForCausalLM._model_mapping[type(config)]
-        loaded, report = made.from_pretrained(None, config=config, state_dict=state, output_loading_info=True, **known)
+    tensors = stored.opened()
+    names = text_names(tensors) if wrapped else {name: name for name in tensors}
+    state = experts_turned({new: tensors[old] for old, new in names.items()}, config)
+    made = AutoModelForCausalLM._model_mapping[type(config)]
+    loaded, report = made.from_pretrained(None, config=config, state_dict=state, output_loading_info=True, **known)
     with suppress(Exception):  # few models have none
         loaded.generation_config = GenerationConfig.from_pretrained(location)
     return loaded, report

@@ -7,8 +7,7 @@ which kernels are installed, and those with a vision part, of which only the tex
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,12 +33,11 @@ class Stored:
         """By stored name: the file that has the tensor."""
         self.tensors = stored_tensors(self.files, scheme)
 
-    @contextmanager
-    def opened(self) -> Iterator[dict[str, StoredSlice]]:
-        """The weights by their names in the model, read and dequantised when they are asked for."""
-        with ExitStack() as stack:
-            files = {file: stack.enter_context(safe_open(file, framework="pt")) for file in {*self.files.values()}}
-            yield {one.name: StoredSlice(self, one, files) for one in self.tensors}
+    def opened(self) -> dict[str, StoredSlice]:
+        """The weights by their names in the model, read and dequantised when they are asked for. Files are closed when nobody
+        holds them any more: where one weight is damaged, other threads may still read."""
+        files = {file: safe_open(file, framework="pt") for file in {*self.files.values()}}
+        return {one.name: StoredSlice(self, one, files) for one in self.tensors}
 
 
 @dataclass(frozen=True)
