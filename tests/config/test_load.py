@@ -228,6 +228,11 @@ def test_keys_written_twice_are_reported_with_their_lines(tmp_path: Path) -> Non
 # --- unknown keys
 
 
+def test_a_key_that_one_may_look_for_is_answered_by_name() -> None:
+    (said,) = problems("learn.in_flight=true")
+    assert "does not change weights within a completion" in said and "learn.staleness: 1" in said
+
+
 @pytest.mark.parametrize(
     ("given", "meant"),
     [

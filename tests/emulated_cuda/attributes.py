@@ -148,6 +148,15 @@ def _makers(patches: Patches, state: State) -> None:
             num_classes = int(index.max()) + 1
         return index.new_zeros((*index.shape, num_classes)).scatter_(-1, index[..., None], 1)
 
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if state.memory.holds(q) and kwargs.get("is_causal") and q.shape[-1] != v.shape[-1]:
+            seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+            kwargs |= {"is_causal": False, "attn_mask": seen}
+        return attend(q, k, v, *args, **kwargs)
+
+    patches.set(torch.nn.functional, "scaled_dot_product_attention", attention)
     patches.set(torch.nn.functional, "one_hot", one_hot)
     patches.set(torch, "tensor", tensor)
     patches.set(torch, "as_tensor", as_tensor)

@@ -49,6 +49,7 @@ def install(patches: Patches, state: State, capability: tuple[int, int]) -> None
         **_memory(state),
         **_streams(state),
         "CUDAGraph": _graph_class(state),
+        "graph": _captured,
         "is_current_stream_capturing": lambda: state.graph_here() is not None,
         "graph_pool_handle": lambda: object(),
         "cudart": lambda: _Runtime(state),
@@ -275,6 +276,17 @@ def _graph_class(state: State) -> type:
             return self._pool
 
     return CUDAGraph
+
+
+@contextmanager
+def _captured(graph: Any, pool: Any = None, stream: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
+    """`torch.cuda.graph`."""
+    with torch.cuda.stream(torch.cuda.Stream() if stream is None else stream):
+        graph.capture_begin(pool, capture_error_mode)
+        try:
+            yield
+        finally:
+            graph.capture_end()
 
 
 class _Runtime:

@@ -82,7 +82,7 @@ def test_neighbours_do_not_leak_into_each_other() -> None:
     assert not torch.allclose(one[6:12], two[6:12])
 
 
-@pytest.mark.parametrize("architecture", ["bloom", "mamba"])
+@pytest.mark.parametrize("architecture", ["bloom"])
 def test_architectures_outside_the_interface_are_refused_by_name(architecture: str) -> None:
     config = AutoConfig.for_model(architecture, vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, n_head=4)
     with pytest.raises(ModelError, match=f"(?i){architecture}ForCausalLM does not use"):
@@ -115,7 +115,6 @@ PHIMOE = {"sliding_window": 40, "num_local_experts": 2, "num_experts_per_tok": 1
         ("phimoe", PHIMOE, "a sliding window of 40 tokens and do not pass it"),  # which short sequences cannot show
         ("nemotron", {}, "the attention plan did not reach"),
         ("doge", {}, "its layers make masks of their own"),
-        ("recurrent_gemma", {"attention_window_size": 8}, "2 of its 3 layers do not use attention"),
         ("roberta", {}, "tokens see later tokens"),
     ],
 )

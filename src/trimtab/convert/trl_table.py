@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trimtab.convert.devices import DEVICES, OVERLAP, OWN_RANKS, PREFETCH, SHARD
+from trimtab.convert.devices import DEVICES, ENGINE_CUT, OVERLAP, OWN_RANKS, PREFETCH, SHARD
 from trimtab.convert.rules import (
     LIGER,
     PAIRS,
@@ -171,7 +171,7 @@ RULES: tuple[ConvertRule, ...] = (
     ),
     automatic(
         "vllm_tensor_parallel_size",
-        "1, unless run.engine is vllm and you set more",
+        ENGINE_CUT,
         "run.rollout.tensor_parallel",
     ),
     automatic(

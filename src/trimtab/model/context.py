@@ -27,6 +27,24 @@ def served_layers(model_type: str | None) -> set[str]:
 LONGROPE = ("longrope", "su")
 
 
+NEAREST = {
+    "axk2": "axk1", "bailing_hybrid": "qwen3_next", "deepseek_v32": "deepseek_v3", "deepseek_v4": "deepseek_v3",
+    "falcon_mamba": "falcon_h1", "gemma3n": "gemma3", "gemma3n_text": "gemma3_text", "glm5_next": "glm4_moe",
+    "glm_moe_dsa": "glm4_moe", "gpt_neox_japanese": "gpt_neox", "hy_v4": "hy_v3", "jamba": "granitemoehybrid",
+    "kimi_linear": "qwen3_next", "llama4": "llama", "llama4_text": "llama", "mamba": "falcon_h1", "mamba2": "falcon_h1",
+    "minimax": "minimax_m2", "modernbert-decoder": "gemma3_text", "nemotron": "llama", "qwen4_exp": "qwen3_next",
+    "qwen4_exp_text": "qwen3_next", "recurrent_gemma": "gemma2", "zamba": "granitemoehybrid", "zamba2": "granitemoehybrid",
+    "zaya": "qwen3_moe",
+}  # fmt: skip
+"""Of families (`model_type`) that are refused, the served one that is most like it."""
+USUAL = "qwen3, llama or gemma3_text"
+
+
+def nearest_served(model_type: str | None) -> str:
+    """What to say of a family that is refused: which served one is nearest."""
+    return f"The nearest family that is served: {NEAREST.get(model_type or '', USUAL)} (docs/models.md has all)."
+
+
 def context_of(config: Any) -> int:
     """Tokens of the longest sequence that a text model is used for, by its config or by the dict of its config.json.
 

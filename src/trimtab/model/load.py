@@ -25,7 +25,7 @@ from trimtab.base.suggestions import is_local
 from trimtab.config.schema import Model
 from trimtab.model.adapters import has_adapters, merged_state
 from trimtab.model.codes import quantise_layers
-from trimtab.model.context import HYBRIDS, served_layers
+from trimtab.model.context import HYBRIDS, nearest_served, served_layers
 from trimtab.model.names import inside_run, near_models
 from trimtab.model.schemes import QUANTISED, Scheme, read_scheme
 from trimtab.model.stored import Stored
@@ -328,16 +328,22 @@ def refuse_codes(model: Model, found: Any) -> None:
 def refuse_unsupported(made: Any, name: str, config: Any) -> None:
     """Refuse a model, or the class of one, that cannot be packed; `config` is that of its text."""
     kind = getattr(config, "model_type", None)
+    if getattr(made, "_is_stateful", False) and kind not in HYBRIDS:
+        raise ModelError(
+            f"{name} has layers that carry a state from token to token, of a kind that was not compared ({kind}). "
+            f"Families with such layers that Trimtab serves: {', '.join(sorted(HYBRIDS))}."
+        )
     if not getattr(made, "_supports_attention_backend", False) and kind not in HYBRIDS:
         raise ModelError(
             f"{name} does not use transformers' attention interface, so Trimtab cannot pack sequences "
-            "for it without changing its result. Use a model whose class supports attention backends."
+            f"for it without changing its result. {nearest_served(kind)}"
         )
     kinds = set(getattr(config, "layer_types", None) or []) - served_layers(kind)
     if kinds:
         served = " and ".join(sorted(served_layers(kind)))
         raise ModelError(
-            f"{name} has layers of kind {', '.join(sorted(kinds))}; Trimtab supports {served} layers only."
+            f"{name} has layers of kind {', '.join(sorted(kinds))}; Trimtab supports {served} layers only. "
+            + nearest_served(kind)
         )
     if kind in HYBRIDS and not STATES_ARE_HANDED:
         raise ModelError(
@@ -345,7 +351,9 @@ def refuse_unsupported(made: Any, name: str, config: Any) -> None:
             "Install transformers 5.22 or newer."
         )
     if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"{name} is an encoder-decoder model; Trimtab trains decoder-only models.")
+        raise ModelError(
+            f"{name} is an encoder-decoder model; Trimtab trains decoder-only models. {nearest_served(kind)}"
+        )
 
 
 def stop_token_ids(model: Any, tokenizer: Any) -> list[int]:

@@ -21,11 +21,12 @@ from trimtab.config.schema import Model
 from trimtab.model.activation_offload import ActivationOffload
 from trimtab.model.attention import ATTENTION_NAME, AttentionPlan
 from trimtab.model.codes import parameter_elements
-from trimtab.model.context import context_of
+from trimtab.model.context import context_of, nearest_served
 from trimtab.model.experts import add_expert_gradients_to, use_grouped_experts
 from trimtab.model.gradients import Gradients
 from trimtab.model.head import Head
 from trimtab.model.keep import Keep
+from trimtab.model.latent import let_plans_see_latents
 from trimtab.model.load import building, load_config, refuse_unsupported
 from trimtab.model.memory import is_out_of_memory
 from trimtab.model.packed import PackedPlan
@@ -70,6 +71,7 @@ class Policy:
         _disable_dropout(model)
         model.set_attn_implementation(ATTENTION_NAME)
         let_plans_mix(self.body)
+        let_plans_see_latents(self.body)
         use_grouped_experts(model)
         self.routers = Routers(model)
         """Of a mixture; none elsewhere."""
@@ -232,6 +234,10 @@ class Policy:
         with self._told_apart():
             layer_shapes(self)
 
+    @property
+    def _nearest(self) -> str:
+        return nearest_served(self.config.model_type)
+
     @contextmanager
     def _told_apart(self) -> Iterator[None]:
         """What an architecture's own code raises says that it cannot be served; memory that runs out does not, nor does a model
@@ -242,7 +248,9 @@ class Policy:
             if is_out_of_memory(error):
                 raise
             if self.device.type != "meta" or not isinstance(error, RuntimeError):
-                raise ModelError(f"{self.name} cannot run through Trimtab's attention: {error}.") from error
+                raise ModelError(
+                    f"{self.name} cannot run through Trimtab's attention: {error}. {self._nearest}"
+                ) from error
 
     @torch.no_grad()
     def _check_packing(self) -> None:

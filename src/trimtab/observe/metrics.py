@@ -90,9 +90,8 @@ def update_metrics(done: list[UpdateStats]) -> dict[str, float]:
     unequal = [stats.imbalance for stats in done if stats.imbalance is not None]
     if unequal:
         metrics["run/rank_imbalance"] = max(unequal)
-    if "routes_replayed" in done[0].sums:
-        replayed, agreed = (float(done[0].sums[name]) for name in ("routes_replayed", "routes_agreed"))
-        metrics["rollout/router_agreement"] = agreed / max(1.0, replayed)
+    if float(done[0].sums.get("routes_replayed", 0.0)) > 0:
+        metrics["rollout/router_agreement"] = float(done[0].sums["routes_agreed"] / done[0].sums["routes_replayed"])
     if "kl_ref" in done[0].sums:
         metrics["policy/kl_ref"] = done[0].mean("kl_ref")
     return metrics
