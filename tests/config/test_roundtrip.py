@@ -87,9 +87,10 @@ def test_any_text_and_number_survives_the_round_trip(
 
 @st.composite
 def slips(draw: st.DrawFn) -> str:
-    """A valid key with one character of one part left out, added, changed, or swapped with its neighbour."""
+    """A valid key with one character of one part left out, added, changed, or swapped with its neighbour.
+    Parts of one character have no slips: nothing of them would be left."""
     parts = draw(st.sampled_from(KEYS)).split(".")
-    which = draw(st.sampled_from([place for place, part in enumerate(parts) if not part.isdecimal()]))
+    which = draw(st.sampled_from([place for place, part in enumerate(parts) if len(part) > 1]))
     word, letter = parts[which], draw(st.sampled_from(string.ascii_lowercase + "_"))
     at = draw(st.integers(0, len(word) - 1))
     parts[which] = draw(
@@ -106,7 +107,7 @@ def slips(draw: st.DrawFn) -> str:
 
 
 @settings(max_examples=200, deadline=None, database=None)
-@given(slips().filter(lambda key: slot(key.split(".")) is None and all(key.split("."))))  # of `r` nothing may be left
+@given(slips().filter(lambda key: slot(key.split(".")) is None))
 def test_any_slip_in_a_key_is_reported_with_a_suggestion(key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config_from_dict(LEAST, [f"{key}=1"])
