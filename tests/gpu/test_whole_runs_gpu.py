@@ -196,7 +196,8 @@ def apart(case: Case, tmp_path: Path, one: Trained, two: Trained) -> float:
     assert first.keys() == second.keys()
     moved = sum(float((first[name] - began[name]).double().square().sum()) for name in first if name in began)
     gap = sum(float((first[name] - second[name]).double().square().sum()) for name in first)
-    assert moved > 0
+    if not moved:  # nothing was to be learned from what was sampled, which is compared anyway
+        return 0.0 if gap == 0 else float("inf")
     return float((gap / moved) ** 0.5)
 
 
