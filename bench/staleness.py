@@ -75,7 +75,7 @@ def words(row: dict[str, Any]) -> str:
 def report(found: list[dict[str, Any]], steps: int, lr: float) -> str:
     lines = [
         f"# Learning from older samples, {datetime.date.today()}", "",
-        f"Demo task with {DIFFICULTY} digits, GRPO, {steps} steps of 32 prompts × 8 samples, lr {lr:g}; one seed. Greedy accuracy "
+        f"Demo task, {DIFFICULTY} digits, GRPO, {steps} steps of 32 prompts × 8 samples, lr {lr:g}, one seed. Greedy accuracy "
         "on 256 held-out lists. One seed says little of differences of a few percent.", "",
         "| learn.staleness | before | after | mean gap of log-probs to the sampling policy |", "|---|---|---|---|",
     ]  # fmt: skip

@@ -121,9 +121,8 @@ def look_at(kind: str) -> Family:
 
 def reason(told: str, made: str) -> str:
     """An error's message as a cell of the table."""
-    told = (
-        first_line(ValueError(told)).removeprefix(f"{made} ").removeprefix("cannot run through Trimtab's attention: ")
-    )
+    told = first_line(ValueError(told)).partition(" The nearest family")[0].removeprefix(f"{made} ")
+    told = told.removeprefix("cannot run through Trimtab's attention: ")
     if "does not use transformers' attention interface" in told:
         return "it does not use transformers' attention interface"
     return re.sub(r"; Trimtab supports .*", "", told).removesuffix(".").replace("|", "\\|")

@@ -318,7 +318,8 @@ def test_a_model_of_another_kind(refused, broken_model: Path) -> None:
     BertForMaskedLM(BertConfig(**small, intermediate_size=32, initializer_range=0.5)).save_pretrained(broken_model)
     told = {refused(), refused("--dry-run"), refused(command="plan")}
     assert told == {
-        "BertLMHeadModel cannot run through Trimtab's attention: its attention is not causal (tokens see later tokens)."
+        "BertLMHeadModel cannot run through Trimtab's attention: its attention is not causal (tokens see later tokens). The "
+        "nearest family that is served: qwen3, llama or gemma3_text (docs/models.md has all)."
     }
     T5Config().save_pretrained(broken_model)
     assert "'model' is a t5 model, not a causal language model" in refused("--dry-run")

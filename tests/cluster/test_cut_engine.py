@@ -61,12 +61,29 @@ def test_adapters_reach_the_slices(run, model_folder: Path) -> None:
         assert [row.get(name) for row in two.metrics] == pytest.approx([row.get(name) for row in one.metrics], abs=1e-5)
 
 
-@pytest.mark.parametrize("shard", ["none", pytest.param("full", marks=pytest.mark.slow)])
-def test_engines_of_their_own_devices_are_cut_too(run, alone, shard: str) -> None:
-    trainers = 1 if shard == "none" else 2
-    placement = {"actor": trainers, "rollout": 2}
-    split = run(run=cut(2, devices=trainers + 2, shard=shard if trainers > 1 else "auto", placement=placement))
+PAIRS = [(shard, parts) for shard in ("none", "optimizer", "gradients", "full") for parts in (1, 2)]
+IN_EVERY_TEST = {("gradients", 2)}
+
+
+@pytest.mark.parametrize(
+    ("shard", "parts"),
+    [pytest.param(*pair, marks=[] if pair in IN_EVERY_TEST else pytest.mark.slow) for pair in PAIRS],
+)
+def test_weights_reach_engines_of_any_size_from_any_sharding(run, alone, shard: str, parts: int) -> None:
+    """Two ranks train and two generate, each with an engine or both with one."""
+    split = run(run=cut(parts, devices=4, shard=shard, placement={"actor": 2, "rollout": 2}))
     check_same(split, alone)
+    assert all(row["publish/bytes"] > 0 for row in split.metrics)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["none", "full"])
+def test_adapters_reach_slices_on_devices_of_their_own(run, model_folder: Path, shard: str) -> None:
+    model = {"path": str(model_folder), "lora": {"r": 4}}
+    one = run("one", model=model, run={"devices": 1, "shard": "auto"})
+    two = run("two", model=model, run=cut(2, devices=4, shard=shard, placement={"actor": 2, "rollout": 2}))
+    for name in ("reward/mean", "response/length_mean", "loss/policy"):
+        assert [row.get(name) for row in two.metrics] == pytest.approx([row.get(name) for row in one.metrics], abs=1e-5)
 
 
 def test_a_rank_of_an_engine_that_is_killed_is_named_and_the_run_goes_on(

@@ -38,3 +38,18 @@ def test_three_nodes_have_the_weights_of_one_process(three: str, model_folder: P
     went = max((alone[name] - start[name]).abs().max() for name in alone)
     assert went > 0
     assert max((alone[name] - several[name]).abs().max() for name in alone) <= TOLERANCE * went
+
+
+def test_roles_on_nodes_of_their_own_have_the_weights_of_one_process(
+    three: str, model_folder: Path, tmp_path: Path
+) -> None:
+    def after(name: str, **run: Any) -> dict[str, Any]:
+        changes = {"run": {"device": "cpu", "threads": 1, "reward_workers": 1, **run}, "reward": variety}
+        learn = {**USUAL["learn"], "algorithm": "ppo", "critic": {"lr": 1e-2}, "staleness": 1}
+        usual = {**USUAL, "run": {}, "learn": learn}
+        found = running.train(model_folder, tmp_path / name, usual, changes)
+        return load_file(found.folder / "final/model.safetensors")
+
+    alone = after("alone", devices=1)
+    several = after("several", cluster=three, placement={"actor": 1, "critic": 1, "rollout": 1})
+    assert alone.keys() == several.keys() and all(bool((alone[name] == several[name]).all()) for name in alone)

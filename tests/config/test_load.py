@@ -228,6 +228,11 @@ def test_keys_written_twice_are_reported_with_their_lines(tmp_path: Path) -> Non
 # --- unknown keys
 
 
+def test_a_key_that_one_may_look_for_is_answered_by_name() -> None:
+    (said,) = problems("learn.in_flight=true")
+    assert "does not change weights within a completion" in said and "learn.staleness: 1" in said
+
+
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
@@ -347,7 +352,7 @@ def test_overrides_that_cannot_be_applied(override: str, message: str) -> None:
         ("learn.algorithm=gppo", "Did you mean grpo?"),
         ("learn.algorithm=DPO", "Train a reward model from the pairs (trimtab reward-model)"),
         ("learn.algorithm=reinforce++", "Did you mean reinforce_pp?"),
-        ("model.dtype=fp16", "Did you mean bfloat16?"),
+        ("model.dtype=fp16", "Did you mean float16?"),
         ("learn.max_grad_norm=0", "Write null to leave it unset"),
         ("learn.max_grad_norm=none", "Write null to leave it unset"),
         ("model=a/b", "trust_remote_code. Write {path: a/b}"),

@@ -29,6 +29,17 @@ BASE: dict[str, Any] = {
         ({"devices": 4, "rollout": {"tensor_parallel": 3}}, "Write 2, or run.devices: 3"),
         ({"devices": 2, "rollout": {"tensor_parallel": 4}}, "Write 2, or run.devices: 4"),
         ({"devices": 6, "rollout": {"tensor_parallel": 4}}, "6 devices cannot be divided into engines of 4"),
+        ({"devices": 4, "sequence_parallel": 3}, "does not divide the 4 devices into equal sets"),
+        ({"devices": 4, "sequence_parallel": 3}, "Write 2, or run.devices: 3"),
+        ({"devices": 1, "sequence_parallel": 2}, "nobody to share micro-batches with"),
+        ({"devices": 4, "sequence_parallel": {"critic": 2}}, "names critic, but this run has no critic"),
+        ({"devices": 4, "sequence_parallel": {"reference": 2}}, "this run has no reference"),
+        ({"devices": 4, "sequence_parallel": 2, "token_budget": 100}, "each device has 257 of it"),
+        ({"devices": 2, "tensor_parallel": 2}, "does not cut layers over devices where it trains"),
+        (
+            {"placement": {"actor": 2, "rollout": 2}, "sequence_parallel": 4},
+            "does not divide the 2 devices of actor into equal sets",
+        ),
     ],
 )
 def test_parts_that_cannot_be(run: dict[str, Any], words: str) -> None:
@@ -48,6 +59,9 @@ def test_parts_that_cannot_be(run: dict[str, Any], words: str) -> None:
         {"devices": 4, "engine": "native", "rollout": {"tensor_parallel": 2}},
         {"engine": "native", "rollout": {"tensor_parallel": 1}},
         {"devices": 1, "rollout": {"tensor_parallel": 2}},
+        {"devices": 4, "sequence_parallel": {"policy": 2}, "tensor_parallel": 1},
+        {"devices": 4, "sequence_parallel": 4, "token_budget": 200},
+        {"devices": 1, "sequence_parallel": 1},
     ],
 )
 def test_a_resolved_placement_loads_again(run: dict[str, Any]) -> None:

@@ -60,21 +60,24 @@ def _backward(
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     left = -1 if window_size_left is None else window_size_left
     right = 0 if causal else -1 if window_size_right is None else window_size_right
-    return _gradients(grad, q, k, v, starts, key_starts, _scale(q, scale), left, right)
+    return _gradients(grad, q, k, v, out, lse, starts, key_starts, _scale(q, scale), left, right)
 
 
 def _gradients(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: Any, key_starts: Any, scale: float, left: int,
-    right: int,
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, starts: Any,
+    key_starts: Any, scale: float, left: int, right: int,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     repeat = q.shape[1] // k.shape[1]
     found = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
     for own, seen in _sequences(starts, key_starts):
         keys, values = (x[seen].float().repeat_interleave(repeat, 1) for x in (k, v))
-        weights, _ = _weights(q[own], keys, scale, left, right)
+        weights, sums = _weights(q[own], keys, scale, left, right)
+        # The kernels read probabilities from the log that they are given, and what is lost to them from the output.
+        weights = weights * (sums - lse[:, own]).exp()[..., None]
         slope, down = grad[own].float(), weights.shape[0] // repeat
         by_weight = torch.einsum("thd,shd->hts", slope, values)
-        by_score = weights * (by_weight - (by_weight * weights).sum(-1, keepdim=True)) * scale
+        lost = (slope * out[own].float()).sum(-1).t()[..., None]
+        by_score = weights * (by_weight - lost) * scale
         found[0][own] += torch.einsum("hts,shd->thd", by_score, keys)
         by_key = torch.einsum("hts,thd->shd", by_score, q[own].float())
         by_value = torch.einsum("hts,thd->shd", weights, slope)
@@ -112,7 +115,7 @@ def _varlen_backward(
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     left, right = window_size or (-1, -1)
     return _gradients(
-        grad_out, query, key, value, cu_seq_q, cu_seq_k, _scale(query, scale), left, 0 if is_causal else right
+        grad_out, query, key, value, out, lse, cu_seq_q, cu_seq_k, _scale(query, scale), left, 0 if is_causal else right
     )
 
 

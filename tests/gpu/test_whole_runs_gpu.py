@@ -96,6 +96,11 @@ FULL = {
     "head norms": Case("qwen3", fused=True),
     "experts": Case("qwen3_moe", changes={"learn": {"max_new_tokens": 8}}),
     "mixtral": Case("mixtral"),
+    "experts, balanced and replayed": Case(
+        "qwen3_moe",
+        changes={"learn": {"router_aux_coef": 0.1, "router_replay": True}, "run": {"engine": "native"}},
+        fused=True,
+    ),
     "plain modules": Case("olmo2"),
     "joined projections": Case("phi3"),
     "granite": Case("granite"),
@@ -213,7 +218,7 @@ def same(case: Case, tmp_path: Path, **more: Any) -> Trained:
 def test_a_run_on_a_device_is_the_run_on_the_cpu(name: str, tmp_path: Path) -> None:
     case = {**COVER, **FULL}[name]
     found = same(case, tmp_path)
-    if case.stage == "train" and case.architecture == "llama":
+    if case.stage == "train" and case.architecture in ("llama", "qwen3_moe", "mixtral", "gpt_oss"):
         assert found.metrics[-1]["rollout/graph_share"] == 1.0
     if case.fused:
         assert "fused layers" in (found.folder / "log.txt").read_text() if (found.folder / "log.txt").exists() else True

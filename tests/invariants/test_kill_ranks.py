@@ -67,19 +67,20 @@ def kill(
     return lives
 
 
-def assert_same_run(folder: Path, life: dict[str, Any]) -> None:
+def assert_same_run(folder: Path, life: dict[str, Any], timed: tuple[str, ...] = ()) -> None:
+    """`timed`: metrics that depend on who was faster, besides those that always do."""
     run, whole = folder / life["name"], folder / "whole"
     files = [f"final/{path.name}" for path in (whole / "final").glob("*.safetensors")]
     files += [str(path.relative_to(whole)) for path in (whole / f"checkpoints/step-{STEPS}").glob("*.safetensors")]
     assert len(files) >= 4, "weights, and weights and state of at least two ranks or models"
     for file in files:
         assert (run / file).read_bytes() == (whole / file).read_bytes(), (life, file)
-    assert learned(run) == learned(whole), life
+    assert learned(run, timed) == learned(whole, timed), life
     assert not [*run.rglob(".writing*"), *run.rglob(".deleting*")], life
 
 
-def learned(run: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if not k.startswith(NOT_LEARNED)} for row in read_metrics(run)]
+def learned(run: Path, timed: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if not k.startswith((*NOT_LEARNED, *timed))} for row in read_metrics(run)]
 
 
 def test_a_few_kills(tmp_path: Path, model_folder: Path) -> None:
@@ -100,6 +101,17 @@ def test_twenty_kills(tmp_path: Path, model_folder: Path, ranks: int, shard: str
     places = [place for life in lives for place in life["kills"]]
     assert len(places) >= 20
     assert len(set(places)) >= 10, sorted(set(places))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["none", "full"])
+def test_kills_of_ranks_that_generate_together(tmp_path: Path, model_folder: Path, shard: str) -> None:
+    """Of an engine that is cut over both ranks: each waits for the other in every layer."""
+    cut = {"engine": "native", "rollout": {"tensor_parallel": 2}}
+    lives = kill(tmp_path, model_folder, 10, devices=2, shard=shard, **cut)
+    for life in lives:
+        assert_same_run(tmp_path, life)
+    assert sum(len(life["kills"]) for life in lives) >= 10
 
 
 ROLES = {"actor": 1, "critic": 1, "reference": 1, "rollout": 1}
@@ -133,6 +145,6 @@ def test_thirty_kills_of_any_role(tmp_path: Path, model_folder: Path) -> None:
     roles = {"actor": 2, "critic": 1, "reference": "critic", "rollout": 2}
     lives = kill(tmp_path, model_folder, 30, None, PPO, placement=roles)
     for life in lives:
-        assert_same_run(tmp_path, life)
+        assert_same_run(tmp_path, life, ("rollout/",))  # which of two engines drew what
         assert_counts_add_up(tmp_path, life)
     assert len({place.partition(":")[0] for life in lives for place in life["kills"]}) == 6

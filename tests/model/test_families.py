@@ -9,6 +9,8 @@ import torch
 from families import BEGIN, END, PAGE, kinds, look_at, tiny_of, written
 from rollout.test_engine import engine, generate, prompts
 
+from trimtab.base.errors import ModelError
+from trimtab.model.context import NEAREST
 from trimtab.model.packed import PackedPlan
 from trimtab.model.policy import OWN_MODULES, Policy
 from trimtab.model.sizes import FUSED_FAMILIES
@@ -72,3 +74,18 @@ def test_a_served_family_computes_what_its_own_code_does(kind: str) -> None:
         tokens = torch.tensor([*one.prompt.tokens, *one.tokens])
         own = logprobs_alone(policy, tokens)[len(one.prompt.tokens) - 1 : -1].gather(-1, one.tokens[:, None])
         torch.testing.assert_close(one.logprobs.double(), own[:, 0], atol=1e-4, rtol=0)
+
+
+def test_the_nearest_families_are_served() -> None:
+    found = rows()
+    ways = {kind: found[near] for kind, near in NEAREST.items()}
+    assert all(way in ("fused", "plain", "text part") for way in ways.values()), ways
+    assert not [kind for kind in NEAREST if found.get(kind) in ("fused", "plain", "text part")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "near"), [("llama4_text", "llama"), ("mamba", "falcon_h1"), ("bloom", "qwen3, llama or")]
+)
+def test_a_refusal_names_the_nearest(kind: str, near: str) -> None:
+    with pytest.raises(ModelError, match=f"The nearest family that is served: {near}"):
+        tiny_of(kind)

@@ -82,7 +82,7 @@ def test_neighbours_do_not_leak_into_each_other() -> None:
     assert not torch.allclose(one[6:12], two[6:12])
 
 
-@pytest.mark.parametrize("architecture", ["bloom", "mamba"])
+@pytest.mark.parametrize("architecture", ["bloom"])
 def test_architectures_outside_the_interface_are_refused_by_name(architecture: str) -> None:
     config = AutoConfig.for_model(architecture, vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, n_head=4)
     with pytest.raises(ModelError, match=f"(?i){architecture}ForCausalLM does not use"):
@@ -115,7 +115,6 @@ PHIMOE = {"sliding_window": 40, "num_local_experts": 2, "num_experts_per_tok": 1
         ("phimoe", PHIMOE, "a sliding window of 40 tokens and do not pass it"),  # which short sequences cannot show
         ("nemotron", {}, "the attention plan did not reach"),
         ("doge", {}, "its layers make masks of their own"),
-        ("recurrent_gemma", {"attention_window_size": 8}, "2 of its 3 layers do not use attention"),
         ("roberta", {}, "tokens see later tokens"),
     ],
 )
@@ -191,3 +190,20 @@ def test_weights_that_are_no_numbers_are_named() -> None:
         weight.view(-1)[0] = float("nan")
     with pytest.raises(ModelError, match=rf"NaN: {name} holds values that are not finite"):
         Policy(model)
+
+
+def test_layers_that_add_noise_while_they_are_trained_are_refused(tmp_path: Path) -> None:
+    """By name before weights are read, and by what they compute."""
+    model = tiny_model("phimoe", num_local_experts=4, num_experts_per_tok=2)
+    with pytest.raises(ModelError, match=r"PhimoeForCausalLM draws its experts by chance.*The nearest.*mixtral"):
+        Policy(model)
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="draws its experts by chance"):
+        refuse_other_layers(Model(path=str(tmp_path)))
+    Policy(tiny_model("mixtral", router_jitter_noise=0.5))  # which can be switched off
+    noisy = tiny_model("mixtral")
+    mlp = noisy.model.layers[0].mlp
+    before = mlp.forward
+    mlp.forward = lambda x: before(x) * (1.5 if mlp.training else 1.0)
+    with pytest.raises(ModelError, match="MixtralForCausalLM computes other log-probs while it is trained"):
+        Policy(noisy)

@@ -4,15 +4,19 @@ in the row once gives all its samples what it would give each of them, forward a
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny import HYBRIDS, MIXTURE_HYBRIDS, VOCABULARY, tiny_hybrid, tiny_model
+from tiny import BASE, HYBRIDS, MIXTURE_HYBRIDS, VOCABULARY, tiny_hybrid, tiny_model
+from transformers import AutoConfig
 
 from trimtab.base.errors import ModelError
+from trimtab.config.schema import Model
 from trimtab.model import recurrent
 from trimtab.model.context import HYBRIDS as SERVED
+from trimtab.model.load import load_config
 from trimtab.model.packed import PackedPlan
 from trimtab.model.policy import Policy
 from trimtab.model.recurrent import PackedMixing, State
@@ -187,3 +191,27 @@ def test_segments_of_like_length_run_together() -> None:
 
 def test_families_that_are_served_are_those_that_are_compared() -> None:
     assert set(SERVED) == HYBRIDS.keys() | MIXTURE_HYBRIDS.keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("mamba2", {"num_heads": 8, "head_dim": 8, "n_groups": 2, "expand": 2}),
+        ("jamba", {"num_experts": 1, "mamba_d_state": 4, "mamba_dt_rank": 4}),
+        ("kimi_linear", {"head_dim": 8}),
+        ("mamba", {}),
+        ("recurrent_gemma", {"attention_window_size": 8}),
+    ],
+)
+def test_other_families_that_carry_states_are_refused_by_name(
+    kind: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """And told what is served instead, before any weight is read."""
+    AutoConfig.for_model(kind, **{**BASE, **changes}).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=rf"carry a state.*not compared \({kind}\)\. .*serves: bamba, .*qwen3_next"):
+        load_config(Model(path=str(tmp_path)))
+
+
+def test_a_model_without_attention_is_refused() -> None:
+    with pytest.raises(ModelError, match="none of its layers attends"):
+        Policy(tiny_hybrid("granitemoehybrid", layer_types=["linear_attention"] * 3))

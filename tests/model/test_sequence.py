@@ -19,6 +19,7 @@ from trimtab.config.algorithms import resolve
 from trimtab.config.learn import Learn
 from trimtab.model import packed, sequence
 from trimtab.model.attention import Rules
+from trimtab.model.keep import Keep
 from trimtab.model.packed import PackedPlan
 from trimtab.model.policy import Policy
 from trimtab.model.sequence import CutRow, RowPiece, pieces_of
@@ -40,13 +41,22 @@ class Meeting:
         self.ranks = ranks
         self.barrier = threading.Barrier(ranks, timeout=DEADLINE_S)
         self.put: list[Any] = [None] * ranks
+        self.turn = threading.Lock()
+        """One runs at a time, while others wait: what interprets kernels serves one thread."""
 
     def all(self, rank: int, thing: Any) -> list[Any]:
         self.put[rank] = thing
-        self.barrier.wait()
+        self._wait()
         found = list(self.put)
-        self.barrier.wait()
+        self._wait()
         return found
+
+    def _wait(self) -> None:
+        self.turn.release()
+        try:
+            self.barrier.wait()
+        finally:
+            self.turn.acquire()
 
 
 class Threads:
@@ -73,7 +83,7 @@ def on_ranks(ranks: int, sizes: tuple[AttentionSize, ...], work: Callable[[Threa
 
     def one(rank: int) -> None:
         try:
-            with torch.autograd.set_multithreading_enabled(False):
+            with meeting.turn, torch.autograd.set_multithreading_enabled(False):
                 found[rank] = work(Threads(meeting, rank, sizes))
         except BaseException as error:
             failed.append(error)
@@ -239,6 +249,33 @@ def test_ranks_have_the_gradient_of_whole_rows(
 ) -> None:
     """Windows, soft caps, sinks, shared prompts, a mask over tokens and a loss over sequences."""
     assert assert_ranks_have_the_gradient(architecture, ranks, [6, 9, 4, 7], **changes) == {way}
+
+
+@pytest.mark.parametrize(("ranks", "keep"), [(2, Keep.INPUT), (4, Keep.SOME), (4, Keep.ALL)])
+def test_fused_layers_run_parts_of_rows(ranks: int, keep: Keep) -> None:
+    """Two ranks gather keys, four exchange heads; against the model's own modules on whole rows in float64."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from trimtab.model.fused import FusedForward
+
+    objective, lengths = PolicyGradient(resolve(Learn(algorithm="gspo"))), [6, 9, 4]
+    model = tiny_model("qwen3", num_hidden_layers=2)
+    expected, gradient = gradient_of(Policy(copy.deepcopy(model).double(), check=False), objective, lengths)
+    policies = [Policy(copy.deepcopy(model), check=False) for _ in range(ranks)]
+    sizes = tuple(AttentionSize(1, s.heads, s.key[0], s.key[1], s.value[1]) for s in layer_shapes(policies[0]).values())
+    for policy in policies:
+        policy.fused_forward = FusedForward(policy)
+        policy.keep = keep
+
+    def work(group: Threads) -> tuple[float, dict[str, torch.Tensor]]:
+        policies[group.rank].sequence = group
+        return gradient_of(policies[group.rank], objective, lengths)
+
+    found = on_ranks(ranks, sizes, work)
+    assert [loss for loss, _ in found] == pytest.approx([expected] * ranks, rel=1e-4, abs=1e-6)
+    scale = max(float(grad.abs().max()) for grad in gradient.values())
+    for name, grad in gradient.items():
+        total = torch.stack([grads[name] for _, grads in found]).sum(0)
+        torch.testing.assert_close(total.double(), grad, atol=2e-4 * scale, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_rows_that_are_shorter_than_the_ranks_are_many() -> None:

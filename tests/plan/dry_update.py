@@ -21,6 +21,7 @@ from trimtab.config.algorithms import resolve
 from trimtab.config.learn import Learn
 from trimtab.model import grouped, head, packed
 from trimtab.model.policy import Policy
+from trimtab.plan.shape import read_shape
 from trimtab.update.batch import MicroBatch, Sample
 from trimtab.update.objectives.policy_gradient import PolicyGradient
 from trimtab.update.updater import Updater, UpdateStats
@@ -105,6 +106,20 @@ def _pretend_kernels() -> None:
     torch.nn.functional.linear = lambda x, weight, bias=None: product(x, weight.t())  # type: ignore[assignment]
 
 
+class _Allocating:
+    """Ranks that share a row, as one of them sees them: what others send is memory with nothing in it."""
+
+    def __init__(self, rank: int, ranks: int, config: Any) -> None:
+        self.rank, self.ranks = rank, ranks
+        self.sizes = read_shape(config.to_dict()).attention_sizes
+
+    def exchange(self, x: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
+        return x.new_empty((sum(received), *x.shape[1:]))
+
+    def gather(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        return x.new_empty((sum(counts), *x.shape[1:]))
+
+
 def measure(case: dict[str, Any]) -> dict[str, int]:
     """The second of two equal micro-batches: gradients are there already."""
     from trimtab.model.fused import FusedForward
@@ -112,6 +127,7 @@ def measure(case: dict[str, Any]) -> dict[str, int]:
     config = AutoConfig.for_model(case["kind"], **case["config"])
     policy = Policy(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), check=False)
     policy.fused_forward = FusedForward(policy)
+    policy.sequence = _Allocating(*case["sharing"], config) if "sharing" in case else None
     learn = resolve(Learn(loss="on_policy", aggregate="token_mean", steps=1))
     updater = Updater(
         policy, PolicyGradient(learn), learn, token_budget=10**9, score_token_budget=10**9, logprob_chunk=case["chunk"],
@@ -134,7 +150,11 @@ def measure(case: dict[str, Any]) -> dict[str, int]:
         for _ in range(2):
             batch = MicroBatch.build(samples, torch.device("cpu"))
             before = live.peak = live.now
-            updater._loss(batch, 0.0, UpdateStats()).backward()
+            with torch.autograd.set_multithreading_enabled(False):
+                updater._loss(batch, 0.0, UpdateStats()).backward()
+            if policy.sequence is not None:
+                found = {"sizes": batch.sizes_on(policy.sequence), "peak": live.peak - before}
+                continue
             seen = batch.plan._keys_seen
             found = {
                 "tokens": len(batch.tokens_T), "predicted": len(batch.targets_R), "segments": len(batch.plan.lengths),

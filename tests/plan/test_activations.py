@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path as File
 from typing import Any
 
@@ -60,6 +61,26 @@ def test_the_count_is_what_the_code_allocates() -> None:
         counted = sum(update_peak(shape, row, UpdatePath(2, True, case["kept"], case["chunk"], True)).values())
         band = 1.12 if shape.has_experts else 1.02  # how the router computes differs between families
         assert 0.999 < counted / seen["peak"] < band, (case, seen, counted)
+
+
+def test_the_count_of_a_shared_row_is_what_each_rank_allocates() -> None:
+    """Never less than a rank allocates; and little more, where attention is a small part of the whole."""
+    work = cases(12)
+    for index, case in enumerate(work):
+        ranks = [2, 4, 3][index % 3]
+        case["sharing"] = [index % ranks, ranks]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.plan.dry_update"], input=json.dumps(work), capture_output=True, text=True,
+        env=environment, cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    for case, seen in zip(work, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        shape = read_shape(AutoConfig.for_model(case["kind"], **case["config"]).to_dict())
+        path = UpdatePath(2, True, case["kept"], case["chunk"], True)
+        row = replace(MicroBatchSize(*seen["sizes"]), pairs=0)  # what stands in for attention has no scores
+        counted = sum(update_peak(shape, row, path).values())
+        assert 0.99 < counted / seen["peak"] < 1.35, (case, seen, counted)
 
 
 def mixtures(count: int) -> list[dict[str, Any]]:

@@ -11,11 +11,17 @@ import torch
 from tiny import BASE, HYBRIDS, MIXTURE_HYBRIDS, tiny_hybrid, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from trimtab.base.units import GIB
+from trimtab.config.run import Run
 from trimtab.model.policy import Policy
 from trimtab.model.recurrent import Mixer, let_plans_mix
 from trimtab.model.shapes import state_shapes
 from trimtab.model.sizes import prompt_slots
+from trimtab.plan.devices import of_size
+from trimtab.plan.job import Job, Machine
+from trimtab.plan.kv import STATES
 from trimtab.plan.mixing import Mixing, gated_delta, short_convolution, state_space
+from trimtab.plan.planner import make_plan
 from trimtab.plan.shape import ModelShape
 from trimtab.rollout.native.states import StateCache
 from trimtab.run.shapes import measured_shape, shape_of
@@ -122,3 +128,28 @@ CASES: list[tuple[Mixing, str, dict[str, Any]]] = [
 def test_what_a_mixer_keeps_is_counted(counted: Mixing, kind: str, changes: dict[str, Any], dtype: torch.dtype) -> None:
     kept = kept_per_token(mixer_of(kind, dtype, **changes), changes["hidden_size"])
     assert counted.kept_bytes(dtype.itemsize) == pytest.approx(kept, rel=0.1)
+
+
+FITS = {
+    "qwen3-next-80b-a3b": (),
+    "bamba-9b": (48, 80, 141),
+}
+"""Sizes of cards, in GB, on which adapters on attention train in bfloat16; all the others do on 24 GB."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "lfm2-1.2b" else pytest.mark.slow) for n in SIZES])
+def test_plans_of_real_configs_on_cards(name: str, tmp_path: Path) -> None:
+    shape = shape_at(tmp_path, name)
+    adapters = shape.lora_parameters(16, ["q_proj", "o_proj"])
+    job = Job(
+        shape, itemsize=2, prompts=16, samples=8, longest_prompt=512, typical_prompt=512, completion=1024, rank=16,
+        adapters=adapters, fused=False,
+    )  # fmt: skip
+    for size in (24, 48, 80, 141):
+        machine = Machine(of_size(int(size * 0.995e9)), 1, 400 * GIB, 16)
+        plan = make_plan(Run(), job, machine, "max")
+        assert plan.fits == (size in FITS.get(name, (24, 48, 80, 141))), (name, size)
+        if plan.fits:
+            rows = plan.run.rollout.max_sequences
+            assert plan.ledger["rollout"].device[STATES] == (rows + 1 + prompt_slots(rows)) * shape.state_bytes(2)
+            assert 0 < plan.times.update < plan.times.total < 2000

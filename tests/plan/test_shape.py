@@ -40,7 +40,7 @@ def test_parameters_are_counted_exactly(kind: str, tied: bool) -> None:
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_a_token_stores_what_the_engine_finds_it_stores(kind: str) -> None:
     policy = Policy(tiny_model(kind))
-    stored = sum(shape.bytes_per_token(1) for shape in layer_shapes(policy).values())
+    stored = sum(shape.bytes_per_token(1) for shape in layer_shapes(policy, latents=True).values())
     assert read_shape(policy.config.to_dict()).kv_elements == stored
     windows = [shape.rules.window for shape in layer_shapes(policy).values()]
     assert [block.window for block in read_shape(policy.config.to_dict()).blocks] == windows

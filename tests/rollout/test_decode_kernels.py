@@ -197,6 +197,7 @@ def _few_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 FUSABLE = [
     "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite", "olmo2", "olmo3", "glm", "glm4", "smollm3",
     "cohere", "cohere2", "exaone4", "gemma", "ministral", "seed_oss", "vaultgemma", "qwen3_moe", "mixtral", "qwen2_moe",
+    "gpt_oss",
 ]  # fmt: skip
 
 

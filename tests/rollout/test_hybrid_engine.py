@@ -9,10 +9,13 @@ from rollout.test_engine import GREEDY, assert_same, engine, generate, prompts
 from tiny import HYBRIDS, MIXTURE_HYBRIDS, tiny_hybrid, tiny_model
 
 from trimtab.base.errors import EngineError
+from trimtab.data.prompt import Prompt
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import layer_shapes
 from trimtab.model.sizes import prompt_slots
+from trimtab.rollout.native.snapshots import Snapshots
 from trimtab.rollout.native.states import PrefillMixing, StateCache
+from trimtab.rollout.trajectory import Trajectory
 
 KINDS = ["qwen3_next", "lfm2", "nemotron_h", "falcon_h1"]
 """One family of each kind of layer, and one whose layers carry a state and attend."""
@@ -150,3 +153,68 @@ def test_an_engine_that_leaks_or_loses_a_state_is_refused(
 
 def test_there_are_slots_for_every_row_and_a_few_prompts() -> None:
     assert [prompt_slots(rows) for rows in (1, 8, 64, 512)] == [1, 8, 24, 136]
+
+
+def assert_alike(one: dict[tuple[int, int], Trajectory], two: dict[tuple[int, int], Trajectory]) -> None:
+    """The same tokens; log-probs up to the rounding of a delta rule that is cut elsewhere."""
+    for key in one:
+        assert one[key].tokens.tolist() == two[key].tokens.tolist(), key
+        torch.testing.assert_close(one[key].logprobs, two[key].logprobs, atol=1e-4, rtol=0)
+
+
+def followed(asked: list[Prompt], found: dict[tuple[int, int], Trajectory], more: list[int]) -> list[Prompt]:
+    """The next turn of each conversation."""
+    return [Prompt(p.id, "", p.tokens + found[p.id, 0].tokens.tolist() + more) for p in asked]
+
+
+@pytest.mark.parametrize("name", KINDS[:3])
+def test_what_was_carried_at_the_end_of_a_prefix_is_found_again(name: str, policies: dict[str, Policy]) -> None:
+    """Turns of conversations, and prompts with one beginning: from the second time on less is computed, and the tokens are the
+    same."""
+    policy = policies[name]
+    native, plain = engine(policy), engine(policy, prefix_cache=False)
+    asked = [Prompt(i, "", [5] * 13 + p.tokens + [7] * 12) for i, p in enumerate(prompts(3))]
+    reused = []
+    for turn in range(4):
+        found = generate(native, asked, samples=2, new=6, step=turn)
+        assert_alike(generate(plain, asked, samples=2, new=6, step=turn), found)
+        reused.append(native.stats.cached_prefix_tokens)
+        asked = followed(asked, found, [9, 10, 11])
+    # One turn is met for the first time, one for the second; the next goes on from it.
+    assert reused[1] <= reused[2] and reused[3] >= 3 * 24
+    assert plain.stats.cached_prefix_tokens == 0
+    native.publish(1)
+    generate(native, asked[:1], samples=1, new=2)
+    assert native.stats.cached_prefix_tokens == 0
+
+
+def test_snapshots_give_way_to_prompts_and_to_newer_ones(policies: dict[str, Policy]) -> None:
+    """One slot for prompts, so that every snapshot is overwritten by the next prompt; and pages that run out."""
+    policy = policies["qwen3_next"]
+    asked = prompts(6, shared=17)
+    for changes in ({"max_sequences": 1}, {"max_sequences": 3, "kv_bytes": 20 * page_bytes(policy, 4)}):
+        native, plain = engine(policy, **changes), engine(policy, prefix_cache=False)
+        for turn in range(3):
+            found = generate(native, asked, samples=2, new=6, step=turn)
+            assert_alike(generate(plain, asked, samples=2, new=6, step=turn), found)
+
+
+def test_a_snapshot_of_another_prefix_changes_what_is_drawn(
+    policies: dict[str, Policy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planted error: the comparison above sees what is not the prefix's own."""
+    policy = policies["lfm2"]
+    asked = [Prompt(i, "", [5] * 13 + p.tokens + [7] * 12) for i, p in enumerate(prompts(3))]
+    expected = generate(engine(policy, prefix_cache=False), asked, samples=1, new=6)
+    native = engine(policy)
+    generate(native, asked, samples=1, new=6)
+    generate(native, asked, samples=1, new=6)
+    find = Snapshots.find
+
+    def other(self: Snapshots, tokens: list[int], pages: int) -> tuple[int, int]:
+        count, slot = find(self, tokens, pages)
+        return count, slot if slot < 0 else next(s for s in self._kept.values() if s != slot)
+
+    monkeypatch.setattr(Snapshots, "find", other)
+    with pytest.raises(AssertionError):
+        assert_alike(expected, generate(native, asked, samples=1, new=6))

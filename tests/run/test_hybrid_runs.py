@@ -9,7 +9,7 @@ import pytest
 import torch
 from invariants.test_gradient_invariance import CASES, assert_same_gradient, step
 from safetensors.torch import load_file
-from tiny import HYBRIDS, tiny_hybrid
+from tiny import HYBRIDS, MIXTURE_HYBRIDS, tiny_hybrid, tiny_model
 from transformers import AutoModelForCausalLM
 
 from tests import running
@@ -143,3 +143,15 @@ def test_no_key_of_run_changes_what_a_hybrid_learns(
     tokens, gradients = step(hybrid_folders["qwen3_next"], tmp_path, key, value)
     assert tokens == baseline[0]
     assert_same_gradient(baseline[1], gradients, FLOAT32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [None, {"r": 4}], ids=["whole", "adapters"])
+@pytest.mark.parametrize("name", MIXTURE_HYBRIDS)
+def test_a_mixture_of_experts_with_states_is_trained(
+    name: str, lora: dict[str, Any] | None, tokenizer: Any, tmp_path: Path
+) -> None:
+    save_model(tiny_model(name, **MIXTURE_HYBRIDS[name]), tokenizer, tmp_path / "model")
+    run = grpo({"path": str(tmp_path / "model"), **({"lora": lora} if lora else {})}, tmp_path / "run")
+    assert run.metrics[-1]["rollout/logprob_gap"] < 1e-4
+    assert_loads_anywhere(run.folder / "final")

@@ -27,11 +27,16 @@ def constant_for(*prompts: str) -> Any:
 
 
 def train(
-    folder: Path, tmp_path: Path, reward: Any, learn: dict[str, Any] | None = None, steps: int = 1
+    folder: Path,
+    tmp_path: Path,
+    reward: Any,
+    learn: dict[str, Any] | None = None,
+    steps: int = 1,
+    dtype: str = "float64",
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, float]], list[int]]:
-    """Weights after some steps in float64, their metrics, and how many samples each pass was given."""
+    """Weights after some steps, their metrics, and how many samples each pass was given."""
     tree: dict[str, Any] = {
-        "model": {"path": str(folder), "dtype": "float64"},
+        "model": {"path": str(folder), "dtype": dtype},
         "data": {"train": "object:rows"},
         "reward": [{"fn": "object:reward"}],
         "learn": {

@@ -2,8 +2,8 @@
 
 A worker is the same process as on one machine (workers/process.py), started by an actor on its host, which hands messages on.
 Where a host does not have the user's code as the driver's machine has it, under the same paths, the code is shipped: the Python
-files of its folders and of the current one, at most MOST_BYTES. A worker whose host is lost is replaced on another; its call has
-failed, as that of any worker that crashed.
+files of its folders, of the current one and of those of the import path that belong to no installation, at most MOST_BYTES. A
+worker whose host is lost is replaced on another; its call has failed, as that of any worker that crashed.
 """
 
 from __future__ import annotations
@@ -103,6 +103,9 @@ class ClusterPlaces:
         self._driver = ray.get_runtime_context().get_node_id()
         self._nodes = sorted(nodes, key=lambda node: node[0] != self._driver)  # the driver's is the first
         self.count = len(nodes)
+        self._known: dict[tuple[str, ...], dict[str, bytes]] = {}
+        """Python files by the folders that they are in: read once."""
+        self._reading = threading.Lock()
 
     def start(
         self, number: int, stop: threading.Event, module: str, files: Sequence[str], again: bool
@@ -110,8 +113,7 @@ class ClusterPlaces:
         node, host = self._nodes[number % self.count]
         if node == self._driver:
             return Worker(stop, module), HERE, ""
-        folders = sorted({file if os.path.isdir(file) else str(Path(file).parent) for file in files} | {os.getcwd()})
-        shipped = python_files(folders)
+        folders, shipped = self._code(files)
         strategy = NodeAffinitySchedulingStrategy(node, soft=again)
         try:
             actor = ray.remote(WorkerHost).options(num_cpus=0, scheduling_strategy=strategy).remote(module)
@@ -122,6 +124,24 @@ class ClusterPlaces:
             raise TrainingError(f"Ray cannot start a worker on node {host}: {type(error).__name__}") from error
         return worker, _found(path, root, folders), f" (on node {host})"
 
+    def _code(self, files: Sequence[str]) -> tuple[list[str], dict[str, bytes]]:
+        """Folders with code of the user's, and the Python files in them."""
+        named = [file if os.path.isdir(file) else str(Path(file).parent) for file in files]
+        folders = list(dict.fromkeys([*named, *user_folders()]))
+        with self._reading:
+            key = tuple(folders)
+            if key not in self._known:
+                self._known[key] = python_files(folders)
+            return folders, self._known[key]
+
+
+def user_folders() -> list[str]:
+    """The current folder, and those of this process's import path that belong to no installation."""
+    installed = [Path(place).resolve() for place in (sys.prefix, sys.base_prefix, Path(__file__).parents[2])]
+    found = [Path(entry or os.getcwd()).resolve() for entry in ["", *sys.path]]
+    own = [folder for folder in found if folder.is_dir() and not any(folder.is_relative_to(i) for i in installed)]
+    return list(dict.fromkeys(map(str, own)))
+
 
 def _found(path: list[str], root: str | None, folders: list[str]) -> Found:
     """`path`: the host's own import path, to which the user's folders are added. `root`: below which files were unpacked."""
@@ -130,7 +150,8 @@ def _found(path: list[str], root: str | None, folders: list[str]) -> Found:
         return name if root is None else f"{root}/{name.lstrip('/')}"
 
     def import_path(entries: list[str]) -> list[str]:
-        return path + [moved(entry) for entry in entries if entry in folders and moved(entry) not in path]
+        wanted = dict.fromkeys(entry for entry in map(os.path.realpath, entries) if entry in folders)
+        return path + [moved(entry) for entry in wanted if moved(entry) not in path]
 
     return Found(import_path, moved)
 

@@ -10,7 +10,7 @@ rest was read from the same files.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,16 +52,34 @@ class WeightChannel:
     def pass_on(self, policy: Policy, version: int) -> Transferred:
         """Send the policy's weights as this version, or receive them into it."""
         begin, moved = time.perf_counter(), 0
-        sent = torch.tensor([version], device=self._device)
-        self._broadcast(sent)
-        if int(sent) != version:
-            raise TrainingError(f"weights of version {int(sent)} came where version {version} was expected")
+        self._expect(version)
         for tensor in _units(policy) if self._by_unit else whole_weights(policy):
             self._broadcast(tensor)
             moved += tensor.nbytes
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return Transferred(time.perf_counter() - begin, moved)
+
+    @torch.no_grad()
+    def receive(
+        self, like: Mapping[str, torch.Tensor], take: Callable[[str, torch.Tensor], None], version: int
+    ) -> Transferred:
+        """Receive weights one by one, of which the receiver keeps its part: no more than one is whole here. `like`: what comes,
+        by name and in order, without values."""
+        begin, moved = time.perf_counter(), 0
+        self._expect(version)
+        for name, tensor in like.items():
+            whole = torch.empty_like(tensor, device=self._device)
+            self._broadcast(whole)
+            take(name, whole)
+            moved += whole.nbytes
+        return Transferred(time.perf_counter() - begin, moved)
+
+    def _expect(self, version: int) -> None:
+        sent = torch.tensor([version], device=self._device)
+        self._broadcast(sent)
+        if int(sent) != version:
+            raise TrainingError(f"weights of version {int(sent)} came where version {version} was expected")
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
         options = dist.BroadcastOptions()

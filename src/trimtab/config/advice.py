@@ -17,7 +17,8 @@ from trimtab.config.text import one_line
 REWARD_EXAMPLE = 'Write a list: reward: [{fn: "rewards.py:function"}]'
 SYNONYMS = {
     "gpu": "cuda",
-    **dict.fromkeys(("bf16", "fp16", "float16", "half"), "bfloat16"),
+    "bf16": "bfloat16",
+    **dict.fromkeys(("fp16", "half"), "float16"),
     "fp32": "float32",
     "fp64": "float64",
     "reinforce++": "reinforce_pp",

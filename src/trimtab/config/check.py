@@ -17,7 +17,7 @@ from trimtab.config.contradiction import Contradiction, changed, clash, reward_n
 from trimtab.config.conversation import conversation
 from trimtab.config.learn import Learn
 from trimtab.config.mixture import routes
-from trimtab.config.objectives import judges, normalized, reward_models, tasks
+from trimtab.config.objectives import curriculum, judges, normalized, reward_models, tasks
 from trimtab.config.placement import placement
 from trimtab.config.ranks import cut_engine, ranks
 from trimtab.config.resolved import FILTERS, STOPS
@@ -47,7 +47,7 @@ def clashes(config: Config | Offline) -> list[Contradiction]:
     if isinstance(config, Config):
         learn = resolve(config.learn)
         return [clash for check in CHECKS for clash in check(config, learn)]
-    shared = (offload, base, kernels, prefetch, ranks, placement, _data, _texts, _observe)
+    shared = (offload, base, kernels, prefetch, ranks, placement, curriculum, _data, _texts, _observe)
     return [clash for check in shared for clash in check(config, None)] + [*too_large(config), *_supervised(config)]
 
 
@@ -269,6 +269,10 @@ def _eval(config: Config, learn: Learn) -> Iterator[Contradiction]:
     if config.data.eval is None:
         stops = {f"sampling.{name}": getattr(config.eval.sampling, name) or None for name in STOPS}
         idle = [f"eval.{name}" for name in changed(config.eval.with_values(stops))]  # a resolved config has [] for None
+        if config.data.curriculum == "pass_rate":
+            idle = [
+                key for key in idle if key not in ("eval.part", "eval.threshold")
+            ]  # they say what succeeds in training
         idle += ["observe.eval_every"] if config.observe.eval_every else []
         for key in idle:
             yield clash(f"{key} data.eval", "has no effect: there is no evaluation set", NAME_EVAL_SET)
@@ -475,6 +479,7 @@ CHECKS: tuple[Callable[[Config, Learn], Iterator[Contradiction]], ...] = (
     conversation,
     _eval,
     _data,
+    curriculum,
     _texts,
     _run,
     _engine,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trimtab.config.contradiction import REWARD_MODEL, Contradiction, changed, clash
+from trimtab.config.contradiction import REWARD_MODEL, Contradiction, changed, clash, reward_name
 from trimtab.config.learn import Learn
+from trimtab.config.run_clashes import AnyStage
 from trimtab.config.schema import Config
 
 JUDGE = "judge"
@@ -89,3 +90,19 @@ def tasks(config: Config, learn: Learn) -> Iterator[Contradiction]:
                 f"[{low:g}, {high:g}] is not a range of KL, which is 0 or more",
                 "Write the lower bound first, such as [0.02, 0.06]",
             )
+
+
+def curriculum(config: AnyStage, learn: Learn | None) -> Iterator[Contradiction]:
+    if config.data.curriculum == "none":
+        return
+    if not isinstance(config, Config):
+        yield clash("data.curriculum", "has no effect: nothing is sampled, so nothing succeeds", "Leave it out")
+        return
+    names = [reward_name(part) for part in config.reward]
+    decides = config.reward[names.index(config.eval.part)] if config.eval.part in names else config.reward[0]
+    if config.eval.threshold is None and decides.fn.startswith(REWARD_MODEL):
+        yield clash(
+            "data.curriculum eval.threshold reward",
+            "pass_rate has to know which completions succeed, and a reward model's scores have no natural threshold",
+            "Write eval.threshold: NUMBER, or data.curriculum: none",
+        )

@@ -14,6 +14,7 @@ from trimtab.config.learn import Learn
 from trimtab.config.ranks import nearest_divisor
 from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.row_ranks import row_ranks
+from trimtab.config.run import RowRole, Run
 from trimtab.config.schema import Config
 from trimtab.config.sft import SftConfig
 
@@ -107,16 +108,23 @@ def _sizes(config: Config, asked: RoleMap) -> Iterator[Contradiction]:
     if run.shard_devices != "auto" and actor % run.shard_devices:
         what = f"is {run.shard_devices}, which does not divide the actor's {actor} devices into equal sets"
         yield clash("run.shard_devices run.placement", what, "Write a divisor of the actor's devices, or leave it out")
-    shared = row_ranks(run)
-    for roles, count in groups.items():
-        for model, role in (("policy", "actor"), ("reference", "reference"), ("critic", "critic")):
-            ranks = shared[model]  # type: ignore[index]
-            if role in roles and count % ranks:
-                what = f"is {ranks} for the {model}, which does not divide its {count} devices into equal sets"
-                fix = f"Write {{{model}: {nearest_divisor(ranks, count)}}}, or leave it out"
-                yield clash("run.sequence_parallel run.placement", what, fix)
+    yield from _shared_rows(run, groups)
     cut = run.cut
     mine = next(count for roles, count in groups.items() if "rollout" in roles)
     if mine % cut:
         what = f"gives rollout {mine} devices, which engines over {cut} devices each (run.rollout.tensor_parallel) cannot share"
         yield clash("run.placement run.rollout.tensor_parallel", what, f"Write a multiple of {cut} for rollout")
+
+
+def _shared_rows(run: Run, groups: Mapping[tuple[str, ...], int]) -> Iterator[Contradiction]:
+    """Numbers of devices to a micro-batch that do not divide the devices of a role."""
+    shared, told = row_ranks(run), set[tuple[int, int]]()
+    models: dict[str, RowRole] = {"actor": "policy", "reference": "reference", "critic": "critic"}
+    for roles, count in groups.items():
+        for role in (role for role in models if role in roles):
+            ranks = shared[models[role]]
+            if count % ranks and (ranks, count) not in told:
+                told.add((ranks, count))
+                what = f"is {ranks} for the {models[role]}, which does not divide the {count} devices of {role} into equal sets"
+                fix = f"Write {{{models[role]}: {nearest_divisor(ranks, count)}}}, or leave it out"
+                yield clash("run.sequence_parallel run.placement", what, fix)

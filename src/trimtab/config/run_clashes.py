@@ -50,6 +50,18 @@ def base(config: AnyStage, learn: Learn | None) -> Iterator[Contradiction]:
                 f"weights in {kind} are whole on every device: run.shard: full cannot cut them",
                 "Write run.shard: auto, or model.base: bf16",
             )
+    if config.model.dtype == "float16" and config.run.devices not in ("auto", 1):
+        yield clash(
+            "model.dtype run.devices",
+            "float16 is trained on one device: its loss scale is not shared yet",
+            "Write run.devices: 1, or model.dtype: float32",
+        )
+    if config.model.dtype == "float16" and learn is not None and learn.router_aux_coef:
+        yield clash(
+            "model.dtype learn.router_aux_coef",
+            "float16 scales the loss, and the balancing loss of routers is not scaled with it",
+            "Write model.dtype: bfloat16, or learn.router_aux_coef: 0",
+        )
     if config.model.kv_dtype != "auto":
         if learn is None:
             yield clash("model.kv_dtype", "has no effect: nothing is generated", "Leave it out")

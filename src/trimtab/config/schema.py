@@ -31,8 +31,9 @@ class Model(Section):
     """Hub name, local folder, or a GGUF file."""
     tokenizer: str | None = None
     """Hub name or folder of the tokenizer; None: the model's own."""
-    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    """Type of the working weights. auto: bfloat16 on CUDA (with float32 master weights), float32 on CPU."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
+    """Type of the working weights. float16: with loss scaling, for GPUs without bfloat16. auto: bfloat16 on CUDA, float16
+    where a GPU has no bfloat16 (both with float32 master weights), float32 on CPU."""
     base: Literal["auto", "bf16", "fp8", "4bit"] = "auto"
     """How the frozen weights under adapters are stored; it changes what is learned a little. fp8: 8 bits (e4m3) with a scale for
     each 128 x 128. 4bit: NF4 with a scale for each 64. Embedding, norms, head and adapters are left alone. bf16: as model.dtype
@@ -75,6 +76,10 @@ class Data(Section):
     """Split of a Hugging Face data set to evaluate on."""
     shuffle: bool = True
     """Draw prompts in an order that depends on learn.seed and the epoch; false: in file order."""
+    curriculum: Literal["none", "pass_rate"] = "none"
+    """pass_rate: a prompt of whose samples a share p succeeded the last time is kept at its next turn with probability
+    max(1/8, 4 p (1 - p)), so those that are always or never solved come less often. eval.part and eval.threshold say what
+    succeeds."""
     options: dict[str, Any] = {}
     """Options of a built-in or reasoning_gym task: difficulty, size, and the task's own."""
 

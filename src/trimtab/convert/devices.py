@@ -10,7 +10,7 @@ from trimtab.plan.placement import SHARDS_BUILT
 
 DEVICES = "Trimtab takes as many of the visible GPUs as make a step fastest, a process each; no divisibility is needed"
 NODES = "Trimtab takes the GPUs of this machine or, with run.cluster, those of all machines of a Ray cluster"
-TOGETHER = "reference, critic and reward models are on the policy's devices, on each of them"
+TOGETHER = "reference, critic and reward models are on the policy's devices unless run.placement gives them others"
 SHARD = (
     "Trimtab takes the simplest of none, optimizer, gradients and full (ZeRO 0 to 3) that fits and is fast; "
     "`trimtab plan --devices N` shows what each device then holds"
@@ -21,6 +21,13 @@ PREFETCH = "weights that fit stay whole on every device, so that no layer is gat
 OWN_RANKS = "Trimtab has its own ranks: run.devices says how many, and run.shard what each of them holds a part of"
 ENGINES = "each device has an engine, and engines take prompts from one queue"
 BALANCED = "always on: micro-batches are dealt to devices by the work in them"
+ROWS = "devices share a sequence where it does not fit on one, or a step is faster so"
+ROWS_PLAN = "Trimtab exchanges heads or gathers keys and values, whichever is cheaper, and has no stride to choose"
+LAYERS = (
+    "layers are not cut over devices where they are trained: run.shard: full holds weights in parts, run.sequence_parallel "
+    "shares long sequences, and run.rollout.tensor_parallel cuts engines"
+)
+ENGINE_CUT = "a copy of the model is cut over devices where it does not fit on each"
 LAUNCH = "sets how processes start; Trimtab starts one for each device by itself"
 
 MODES: dict[Any, str] = {
@@ -58,6 +65,14 @@ def pin_of(key: str, name: str, value: Any) -> str:
                 f"start Ray on the {count} machines, and write run.cluster: the address of its head (docs/cluster.md)"
             )
         return "" if name.endswith("nodes") else f"write run.devices: {count} to keep that number"
+    if key == "run.sequence_parallel" and count is not None and count > 1:
+        model = next((model for model in ("ref", "critic") if f"{model}." in name), "")
+        of = {"ref": "reference"}.get(model, model)
+        return (
+            f"write run.sequence_parallel: {{{of}: {count}}} to keep it" if of else f"write {key}: {count} to keep it"
+        )
+    if key == "run.rollout.tensor_parallel" and count is not None and count > 1:
+        return f"write {key}: {count} to keep it, with run.engine: native or vllm"
     if key == "run.shard_devices" and count is not None and count > 1:
         return f"write run.shard_devices: {count} to keep that number"
     if key == "run.shard" and not name.endswith(".*"):  # what a whole family holds is not known

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from trimtab.convert.devices import DEVICES, ENGINES, NODES, OVERLAP, SHARD, SHARD_GROUP, TOGETHER
+from trimtab.convert.devices import (
+    DEVICES,
+    ENGINE_CUT,
+    ENGINES,
+    LAYERS,
+    NODES,
+    OVERLAP,
+    ROWS,
+    ROWS_PLAN,
+    SHARD,
+    SHARD_GROUP,
+    TOGETHER,
+)
 from trimtab.convert.rules import (
     LIGER,
     NORMALISED,
@@ -53,7 +65,10 @@ CRITIC_FLAGS: tuple[ConvertRule, ...] = (
     ),
     automatic("critic.num_nodes critic_num_nodes", TOGETHER),
     automatic("critic.num_gpus_per_node critic_num_gpus_per_node", TOGETHER),
-    automatic("train.colocate_critic_reward colocate_critic_reward", "the critic is on the policy's devices"),
+    automatic(
+        "train.colocate_critic_reward colocate_critic_reward",
+        "the critic is on the policy's devices unless run.placement gives it others",
+    ),
     automatic(
         "critic.save_value_network save_value_network", "the critic is in every checkpoint; export leaves it out"
     ),
@@ -235,7 +250,7 @@ RULES: tuple[ConvertRule, ...] = (
     automatic("vllm.num_engines vllm_num_engines", ENGINES, "run.engine"),
     automatic(
         "vllm.tensor_parallel_size vllm_tensor_parallel_size",
-        "1, unless run.engine is vllm and you set more",
+        ENGINE_CUT,
         "run.rollout.tensor_parallel",
     ),
     automatic(
@@ -330,15 +345,9 @@ RULES: tuple[ConvertRule, ...] = (
     dead("perf", "OpenRLHF removed this flag; Trimtab shows time and memory for every step"),
     dead("actor_init_on_gpu", "OpenRLHF removed this flag; Trimtab loads weights straight to the device"),
     # not here
-    unsupported(
-        "ds.ring_attn_size ring_attn_size",
-        "Trimtab does not split sequences over devices; learn.max_new_tokens limits their length",
-    ),
-    unsupported("ds.ring_attn_head_stride ring_head_stride", "Trimtab does not split sequences over devices"),
-    unsupported(
-        "ds.tensor_parallel_size ds_tensor_parallel_size",
-        "training cuts no matrix over devices; run.shard says what each device holds a part of",
-    ),
+    automatic("ds.ring_attn_size ring_attn_size", ROWS, "run.sequence_parallel"),
+    automatic("ds.ring_attn_head_stride ring_head_stride", ROWS_PLAN),
+    unsupported("ds.tensor_parallel_size ds_tensor_parallel_size", LAYERS),
     together("train.async_enable async_train", "learn.staleness"),
     together("train.async_queue_size async_queue_size", "learn.staleness"),
     unsupported("train.partial_rollout_enable partial_rollout", "weights do not change within a completion"),
@@ -347,7 +356,7 @@ RULES: tuple[ConvertRule, ...] = (
         "Trimtab samples only what it trains on; see learn.dynamic_sampling",
     ),
     unsupported(
-        "ds.load_in_4bit load_in_4bit", "Trimtab does not quantise weights; model.lora with bfloat16 weights is similar"
+        "ds.load_in_4bit load_in_4bit", "write model.base: 4bit or fp8 with model.lora: it stores the frozen weights so"
     ),
     unsupported("train.enable_ema enable_ema", "Trimtab keeps no moving average of the weights"),
     unsupported("train.ema_beta ema_beta", "Trimtab keeps no moving average of the weights"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trimtab.convert.devices import DEVICES, OVERLAP, OWN_RANKS, PREFETCH, SHARD
+from trimtab.convert.devices import DEVICES, ENGINE_CUT, OVERLAP, OWN_RANKS, PREFETCH, SHARD
 from trimtab.convert.rules import (
     LIGER,
     PAIRS,
@@ -171,7 +171,7 @@ RULES: tuple[ConvertRule, ...] = (
     ),
     automatic(
         "vllm_tensor_parallel_size",
-        "1, unless run.engine is vllm and you set more",
+        ENGINE_CUT,
         "run.rollout.tensor_parallel",
     ),
     automatic(
@@ -230,7 +230,9 @@ RULES: tuple[ConvertRule, ...] = (
     ),
     automatic("bf16", "bfloat16 with float32 masters on a GPU", "model.dtype"),
     automatic("dtype torch_dtype", "bfloat16 with float32 masters on a GPU", "model.dtype"),
-    unsupported("fp16", "Trimtab has no float16: bfloat16 needs no loss scaling"),
+    unsupported(
+        "fp16", "write model.dtype: float16 on a GPU without bfloat16; elsewhere bfloat16 needs no loss scaling"
+    ),
     automatic("tf32", "Trimtab computes float32 in full float32"),
     automatic("attn_implementation", "one attention for training and generation"),
     automatic("torch_compile", "Trimtab has its own fused kernels for known layers"),
@@ -277,7 +279,7 @@ RULES: tuple[ConvertRule, ...] = (
     *each(
         unsupported,
         "load_in_4bit load_in_8bit use_bnb_nested_quant",
-        "Trimtab does not quantise weights; model.lora with bfloat16 weights is similar",
+        "write model.base: 4bit or fp8 with model.lora: it stores the frozen weights so",
     ),
     unsupported("use_rslora", "Trimtab scales adapters by alpha / r: write alpha × sqrt(r) as model.lora.alpha"),
     *each(
@@ -309,7 +311,7 @@ RULES: tuple[ConvertRule, ...] = (
     *each(
         unsupported,
         "quantization_config quantization_config.*",
-        "Trimtab does not quantise weights; model.lora with bfloat16 weights is similar",
+        "write model.base: 4bit or fp8 with model.lora: it stores the frozen weights so",
     ),
     *REWARD_MODEL_ARGUMENTS,
     *each(

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from trimtab.convert.devices import ENGINES, OWN_RANKS, PREFETCH, SHARD, SHARD_GROUP
+from trimtab.convert.devices import ENGINE_CUT, ENGINES, LAYERS, OWN_RANKS, PREFETCH, ROWS, SHARD, SHARD_GROUP
 from trimtab.convert.rules import LIGER, SFT, ConvertRule, automatic, dead, each, unsupported
 
 MICRO = (
@@ -42,7 +42,7 @@ RUN_RULES: tuple[ConvertRule, ...] = (
     ),
     automatic(
         "A.rollout.tensor_model_parallel_size | A.rollout.tensor_parallel_size rollout.tensor_parallel_size tensor_parallel_size",
-        "1, unless run.engine is vllm and you set more",
+        ENGINE_CUT,
         "run.rollout.tensor_parallel",
     ),
     automatic("A.rollout.data_parallel_size", ENGINES, "run.devices"),
@@ -155,12 +155,16 @@ RUN_RULES: tuple[ConvertRule, ...] = (
         + CHUNKED,
     ),
     dead("A.actor.shuffle", "Trimtab splits the batch by prompt, in the order of sampling"),
-    unsupported(
+    automatic(
         "A.actor.ulysses_sequence_parallel_size A.actor.fsdp_config.ulysses_sequence_parallel_size "
         "| ulysses_sequence_parallel_size",
-        "Trimtab does not split sequences over devices; learn.max_new_tokens limits their length",
+        ROWS,
+        "run.sequence_parallel",
     ),
-    unsupported("A.ref.ulysses_sequence_parallel_size", "Trimtab does not split sequences over devices"),
+    automatic("A.ref.ulysses_sequence_parallel_size", ROWS, "run.sequence_parallel"),
+    automatic("A.actor.megatron.context_parallel_size", ROWS, "run.sequence_parallel"),
+    automatic("A.ref.megatron.context_parallel_size", ROWS, "run.sequence_parallel"),
+    automatic("A.actor.megatron.tensor_model_parallel_size A.ref.megatron.tensor_model_parallel_size", LAYERS),
     *each(
         unsupported,
         "algorithm.rollout_correction.rollout_rs algorithm.rollout_correction.rollout_rs_threshold "
@@ -262,7 +266,7 @@ RUN_RULES: tuple[ConvertRule, ...] = (
     *each(automatic, "trainer.v1.* skip.*", "sampling and training take turns in one loop"),
     automatic("_target_.*", "names a class inside verl"),
     unsupported("A.actor.policy_loss.*", "belongs to a loss that Trimtab does not have"),
-    unsupported("A.actor.qat.*", "Trimtab does not quantise weights"),
+    unsupported("A.actor.qat.*", "Trimtab trains no quantised weights"),
     unsupported("A.model.lora.*", "Trimtab trains standard LoRA adapters: see model.lora"),
     unsupported("algorithm.pf_ppo.*", "Trimtab does not reweight samples"),
     *each(

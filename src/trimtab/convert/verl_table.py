@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trimtab.convert.devices import BALANCED, DEVICES, NODES, OWN_RANKS
+from trimtab.convert.devices import BALANCED, DEVICES, NODES, OWN_RANKS, ROWS
 from trimtab.convert.rules import (
     CRITIC_LIKE_POLICY,
     NORMALISED,
@@ -119,7 +119,7 @@ CRITIC_KEYS: tuple[ConvertRule, ...] = (
     ),
     unsupported("critic.grad_clip", SHARED),
     unsupported("critic.optim.*", SHARED),
-    unsupported("critic.ulysses_sequence_parallel_size", "Trimtab does not split sequences over devices"),
+    automatic("critic.ulysses_sequence_parallel_size", ROWS, "run.sequence_parallel"),
     unsupported("critic.*", "see learn.critic for what Trimtab offers"),
 )
 """What is said of a critic."""
@@ -134,7 +134,9 @@ REWARD_MODEL_KEYS: tuple[ConvertRule, ...] = (
         f"verl has no such key: the cap is reward_model.forward_max_token_len_per_gpu. {SCORED[0].upper()}{SCORED[1:]}",
     ),
     automatic("reward_model.model.use_remove_padding", SCORED),
-    unsupported("reward_model.ulysses_sequence_parallel_size", "Trimtab does not split sequences over devices"),
+    unsupported(
+        "reward_model.ulysses_sequence_parallel_size", "a reward model reads whole conversations on each device"
+    ),
     *each(unsupported, "reward_model.mini_batch_size reward_model.* reward.reward_model.*", SCORED),
 )
 """What needs a reward model."""

@@ -17,7 +17,7 @@ import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
@@ -47,6 +47,7 @@ class _Item(Protocol):
 
 
 Item = TypeVar("Item", bound=_Item)
+Keep = Callable[[int, int], bool]
 _Batches = queue.Queue[list[Item] | BaseException]
 
 
@@ -78,6 +79,8 @@ class Stream(Generic[Item]):
         self.source_name = encoder.source_name
         self._count = len(rows)
         self._position = position
+        self.passed_over = 0
+        """How many were not kept so far."""
         self._ready: deque[Item] = deque()
         self._left_out: dict[int, int] = {}  # row -> its tokens
         self._failure: BaseException | None = None
@@ -101,14 +104,17 @@ class Stream(Generic[Item]):
         """Different rows met so far, by this stream, that were left out for being too long."""
         return len(self._left_out)
 
-    def take(self, count: int) -> list[Item]:
-        """The next ones, exactly this many."""
+    def take(self, count: int, keep: Keep | None = None) -> list[Item]:
+        """The next ones, exactly this many. `keep`: of a row at a position, whether it is taken or passed over."""
         assert self._close.alive, "take() after close()"
         items: list[Item] = []
         while len(items) < count:
-            item = self._next()
+            item, position = self._next(), self._position
             self._position += 1
             if len(item.tokens) <= self.most_tokens:
+                if keep is not None and not keep(item.id, position):
+                    self.passed_over += 1
+                    continue
                 items.append(item)
                 continue
             self._left_out[item.id] = len(item.tokens)

@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from trimtab.model.latent import LATENT
 from trimtab.model.recurrent import Mixer
+from trimtab.model.sinks import flash_serves, rows_with_sinks
 
 ATTENTION_NAME = "trimtab"
 
@@ -38,9 +40,14 @@ class Rules:
         """True where a fused kernel can do it: scaled dot product with at most a window."""
         return self.softcap is None and self.sinks_H is None
 
+    @property
+    def flash(self) -> bool:
+        """True where a flash kernel can do it, with sinks taken in afterwards (sinks.py)."""
+        return self.softcap is None
+
 
 class AttentionPlan(Protocol):
-    """Decides who sees whom in one forward pass."""
+    """Decides who sees whom in one forward pass. One whose `latents` is true sees the latents of layers that have some."""
 
     def attend(
         self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rules: Rules
@@ -72,8 +79,11 @@ def attention(
     # squeeze, not [0]: the backward pass of an index fills a tensor with zeros first.
     q_THD, k_TKD, v_TKD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    latent = vars(module).get(LATENT) if getattr(attention_plan, "latents", False) else None
+    if latent is not None:
+        q_THD = latent.absorb(q_THD)
     out_THD = attention_plan.attend(layer, q_THD, k_TKD, v_TKD, Rules(scale, sliding_window, softcap, s_aux))
-    return out_THD[None], None
+    return (out_THD if latent is None else latent.unfold(out_THD))[None], None
 
 
 AttentionInterface.register(ATTENTION_NAME, attention)
@@ -100,6 +110,8 @@ def dense_attention(
             scale=rules.scale,
             enable_gqa=q_NHLD.shape[1] != k_NKSD.shape[1],
         )
+    if rules.softcap is None and rules.sinks_H is not None and flash_serves(q_NHLD, k_NKSD, v_NKSD):
+        return rows_with_sinks(q_NHLD, k_NKSD, v_NKSD, rules.sinks_H, rules.scale, allowed)
     if allowed is None:
         position = torch.arange(q_NHLD.shape[2], device=q_NHLD.device)
         allowed = causal_window(position, position, None)
@@ -115,7 +127,8 @@ def causal_window(q_position: torch.Tensor, k_position: torch.Tensor, window: in
 def _explicit_attention(
     q_NHLD: torch.Tensor, k_NKSD: torch.Tensor, v_NKSD: torch.Tensor, rules: Rules, allowed: torch.Tensor
 ) -> torch.Tensor:
-    """Scores in memory, for what fused kernels lack: soft-capped scores and sinks. Softmax in at least float32."""
+    """Scores in memory, for what fused kernels lack: soft-capped scores; and sinks, on a GPU in full precision. Softmax in at
+    least float32."""
     n, heads, length, size = q_NHLD.shape
     kv_heads = k_NKSD.shape[1]
     q = q_NHLD.reshape(n, kv_heads, heads // kv_heads, length, size)

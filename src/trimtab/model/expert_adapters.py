@@ -14,16 +14,17 @@ from peft.tuners.lora.layer import ParamWrapper
 from trimtab.model.experts import EXPERTS_NAME, ExpertAdapter, expert_modules, run_experts
 
 
-class AdaptedExperts(ParamWrapper):  # type: ignore[misc]
+class AdaptedExperts(ParamWrapper):
     """PEFT's wrapper of one stacked weight; where several are adapted, one wraps the other."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        base = self.get_base_layer()
+        base: Any = self.get_base_layer()
         written_out = base.config._experts_implementation != EXPERTS_NAME
         if self.merged or written_out or kwargs:
             found: torch.Tensor = super().forward(x, *args, **kwargs)
             return found
-        return run_experts(base, x, *args, adapters=adapters_on(self))
+        index_TK, weights_TK = args
+        return run_experts(base, x, index_TK, weights_TK, adapters_on(self))
 
 
 def adapters_on(module: Any) -> dict[str, tuple[ExpertAdapter, ...]]:

@@ -65,6 +65,8 @@ class LayerCall:
             found += [layer.head_norm.query, layer.head_norm.key]
         if layer.mixture is not None:
             found += layer.mixture.parameters()
+        if layer.shape.rules.sinks_H is not None:
+            found.append(layer.shape.rules.sinks_H)
         norms = (layer.after_attention, layer.before_mlp, layer.after_mlp, self.following)
         return found + [norm.weight for norm in norms if norm is not None]
 
@@ -155,8 +157,11 @@ class LayerCall:
             )  # fmt: skip
         dattended, dlows = _input_grad(dout_TE, layer.output)
         found.linears(layer.output, dout_TE, kept.attended.detach().flatten(1), kept.lows["output"], dlows)
-        inputs = (kept.q, kept.k, kept.v)
-        dq, dk, dv = torch.autograd.grad(kept.attended, inputs, dattended.view_as(kept.attended))
+        inputs, sinks = (kept.q, kept.k, kept.v), layer.shape.rules.sinks_H
+        learned = () if sinks is None or not sinks.requires_grad else (sinks,)
+        dq, dk, dv, *dsinks = torch.autograd.grad(kept.attended, (*inputs, *learned), dattended.view_as(kept.attended))
+        for parameter, grad in zip(learned, dsinks):
+            found.add(parameter, grad)
         dqkv, dquery, dkey = kernels.rope_back(
             dq.contiguous(),
             dk.contiguous(),

@@ -20,12 +20,12 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file, logging
 
-from trimtab.base.errors import ModelError
+from trimtab.base.errors import ConfigError, ModelError, Problem
 from trimtab.base.suggestions import is_local
 from trimtab.config.schema import Model
 from trimtab.model.adapters import has_adapters, merged_state
 from trimtab.model.codes import quantise_layers
-from trimtab.model.context import HYBRIDS, served_layers
+from trimtab.model.context import HYBRIDS, nearest_served, served_layers
 from trimtab.model.names import inside_run, near_models
 from trimtab.model.schemes import QUANTISED, Scheme, read_scheme
 from trimtab.model.stored import Stored
@@ -37,7 +37,12 @@ from trimtab.model.with_vision import WHOLE, save_with_vision, whole_of
 
 logging.disable_progress_bar()  # Trimtab has its own view of a run
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
 WEIGHTS = ("*.safetensors", "*.bin")
 DOWNLOAD_AGAIN = "Download it again."
 
@@ -85,7 +90,24 @@ def find_source(path: str, key: str = "model.path") -> ModelSource:
 def resolve_dtype(model: Model, device: torch.device) -> torch.dtype:
     if model.dtype != "auto":
         return DTYPES[model.dtype]
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if device.type != "cuda":
+        return torch.float32
+    return torch.bfloat16 if has_bfloat16(device) else torch.float16
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """A GPU has units that compute in bfloat16."""
+    return torch.cuda.get_device_capability(device)[0] >= 8
+
+
+def refuse_dtype(model: Model, device: torch.device) -> None:
+    """A type that a GPU would only imitate."""
+    if model.dtype == "bfloat16" and device.type == "cuda" and not has_bfloat16(device):
+        name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        what = f"a {name} (sm_{major}{minor}) does not compute in bfloat16"
+        raise ConfigError(
+            [Problem("model.dtype", what, "Write float16, which is trained with loss scaling, or float32.")]
+        )
 
 
 def load_model(model: Model, device: torch.device) -> Any:
@@ -306,16 +328,22 @@ def refuse_codes(model: Model, found: Any) -> None:
 def refuse_unsupported(made: Any, name: str, config: Any) -> None:
     """Refuse a model, or the class of one, that cannot be packed; `config` is that of its text."""
     kind = getattr(config, "model_type", None)
+    if getattr(made, "_is_stateful", False) and kind not in HYBRIDS:
+        raise ModelError(
+            f"{name} has layers that carry a state from token to token, of a kind that was not compared ({kind}). "
+            f"Families with such layers that Trimtab serves: {', '.join(sorted(HYBRIDS))}."
+        )
     if not getattr(made, "_supports_attention_backend", False) and kind not in HYBRIDS:
         raise ModelError(
             f"{name} does not use transformers' attention interface, so Trimtab cannot pack sequences "
-            "for it without changing its result. Use a model whose class supports attention backends."
+            f"for it without changing its result. {nearest_served(kind)}"
         )
     kinds = set(getattr(config, "layer_types", None) or []) - served_layers(kind)
     if kinds:
         served = " and ".join(sorted(served_layers(kind)))
         raise ModelError(
-            f"{name} has layers of kind {', '.join(sorted(kinds))}; Trimtab supports {served} layers only."
+            f"{name} has layers of kind {', '.join(sorted(kinds))}; Trimtab supports {served} layers only. "
+            + nearest_served(kind)
         )
     if kind in HYBRIDS and not STATES_ARE_HANDED:
         raise ModelError(
@@ -323,7 +351,9 @@ def refuse_unsupported(made: Any, name: str, config: Any) -> None:
             "Install transformers 5.22 or newer."
         )
     if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"{name} is an encoder-decoder model; Trimtab trains decoder-only models.")
+        raise ModelError(
+            f"{name} is an encoder-decoder model; Trimtab trains decoder-only models. {nearest_served(kind)}"
+        )
 
 
 def stop_token_ids(model: Any, tokenizer: Any) -> list[int]:

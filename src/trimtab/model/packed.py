@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trimtab.model.attention import Rules, causal_window, dense_attention
 from trimtab.model.recurrent import Mixer, PackedMixing
+from trimtab.model.sinks import varlen_with_sinks
 from trimtab.model.transfer import to_device
 from trimtab.model.versions import grouped_varlen_attn
 
@@ -107,7 +108,7 @@ class PackedPlan:
     ) -> torch.Tensor:
         if self._keys_seen is not None:
             k_TKD, v_TKD = self._lay_out(k_TKD, self._keys_seen), self._lay_out(v_TKD, self._keys_seen)
-        if q_THD.is_cuda and rules.plain and q_THD.dtype in (torch.bfloat16, torch.float16):
+        if q_THD.is_cuda and rules.flash and q_THD.dtype in (torch.bfloat16, torch.float16):
             return self._flash(q_THD, k_TKD, v_TKD, rules)
         if len(self.runs) == 1:
             return self._rows(0, q_THD, k_TKD, v_TKD, rules)
@@ -159,6 +160,8 @@ class PackedPlan:
     def _flash(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rules: Rules) -> torch.Tensor:
         left = -1 if rules.window is None else rules.window - 1
         where = (self._offsets, self._key_offsets, max(self.lengths), self.longest)
+        if rules.sinks_H is not None:
+            return varlen_with_sinks(q_THD, k_TKD, v_TKD, rules.sinks_H, *where, rules.scale, left)
         return grouped_varlen_attn(q_THD, k_TKD, v_TKD, *where, rules.scale, left)
 
 

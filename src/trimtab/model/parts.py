@@ -459,6 +459,8 @@ def _rotary_table(policy: Policy, kind: str, positions: int) -> Rotary:
     takes_kind = "layer_type" in inspect.signature(rotary.forward).parameters
     cos, sin = rotary(like, at, kind) if takes_kind else rotary(like, at)
     cos, sin = cos[0], sin[0]
+    if policy.config.model_type == "gpt_oss":  # each column is used twice
+        cos, sin = (torch.cat((x, x), 1) for x in (cos, sin))
     if policy.config.model_type in FROM_HALVES:
         cos, sin = (x[:, : x.shape[1] // 2].repeat_interleave(2, 1) for x in (cos, sin))
     return Rotary(cos.contiguous(), sin.contiguous(), policy.config.model_type in NEIGHBOURS)

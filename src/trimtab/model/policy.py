@@ -21,11 +21,12 @@ from trimtab.config.schema import Model
 from trimtab.model.activation_offload import ActivationOffload
 from trimtab.model.attention import ATTENTION_NAME, AttentionPlan
 from trimtab.model.codes import parameter_elements
-from trimtab.model.context import context_of
+from trimtab.model.context import NOISY, context_of, nearest_served
 from trimtab.model.experts import add_expert_gradients_to, use_grouped_experts
 from trimtab.model.gradients import Gradients
 from trimtab.model.head import Head
 from trimtab.model.keep import Keep
+from trimtab.model.latent import let_plans_see_latents
 from trimtab.model.load import building, load_config, refuse_unsupported
 from trimtab.model.memory import is_out_of_memory
 from trimtab.model.packed import PackedPlan
@@ -70,6 +71,7 @@ class Policy:
         _disable_dropout(model)
         model.set_attn_implementation(ATTENTION_NAME)
         let_plans_mix(self.body)
+        let_plans_see_latents(self.body)
         use_grouped_experts(model)
         self.routers = Routers(model)
         """Of a mixture; none elsewhere."""
@@ -231,6 +233,15 @@ class Policy:
         """Refuse an architecture by what its layers ask of attention: on the meta device before any weight is read."""
         with self._told_apart():
             layer_shapes(self)
+        if self.config.model_type in NOISY:
+            raise ModelError(
+                f"{self.name} draws its experts by chance while it is trained, so what is sampled would not be what is learned "
+                f"from. {self._nearest}"
+            )
+
+    @property
+    def _nearest(self) -> str:
+        return nearest_served(self.config.model_type)
 
     @contextmanager
     def _told_apart(self) -> Iterator[None]:
@@ -242,7 +253,9 @@ class Policy:
             if is_out_of_memory(error):
                 raise
             if self.device.type != "meta" or not isinstance(error, RuntimeError):
-                raise ModelError(f"{self.name} cannot run through Trimtab's attention: {error}.") from error
+                raise ModelError(
+                    f"{self.name} cannot run through Trimtab's attention: {error}. {self._nearest}"
+                ) from error
 
     @torch.no_grad()
     def _check_packing(self) -> None:
@@ -250,6 +263,9 @@ class Policy:
         self.model.eval()
         self.look_at_layers()
         with self._told_apart():
+            self.model.train()
+            trained = self.probe()
+            self.model.eval()
             packed = [self.probe()]
             if has_mixers(self.body):  # a prompt's state is handed to its samples
                 packed.append(self.probe(PackedPlan(PROBE_CUT, self.device, prefixes=[None, 0, None, 2])))
@@ -264,6 +280,11 @@ class Policy:
             named = [name for name, weight in self.model.named_parameters() if not torch.isfinite(weight).all()]
             where = f"{named[0]} holds values that are not finite" if named else "its weights overflow"
             raise ModelError(f"{self.name} computes log-probs that are NaN: {where}.")
+        if not (noise := distance(trained, packed[0])) <= TOLERANCE_NATS[self.dtype]:
+            raise ModelError(
+                f"{self.name} computes other log-probs while it is trained (off by {noise:.3g} nats): its layers add noise then, "
+                f"so what is sampled would not be what is learned from. {self._nearest}"
+            )
         if not worst <= TOLERANCE_NATS[self.dtype]:
             raise ModelError(
                 f"{self.name} computes different log-probs when sequences are packed (off by {worst:.3g} nats, allowed "
@@ -386,10 +407,12 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _disable_dropout(model: torch.nn.Module) -> None:
-    """Sampling and training must see the same function, so there is no dropout in RL."""
+    """Sampling and training must see the same function, so there is no dropout in RL, nor noise before a router."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         for name, value in vars(module).items():
-            if isinstance(value, float) and "dropout" in name:  # handed to a function in forward
+            if isinstance(value, float) and (
+                "dropout" in name or name == "jitter_noise"
+            ):  # handed to a function in forward
                 setattr(module, name, 0.0)

@@ -6,6 +6,7 @@ several times, of which a cache would keep the last.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ import torch
 from trimtab.base.errors import ModelError
 from trimtab.model.attention import AttentionPlan, Rules
 from trimtab.model.context import TOKENWISE_LAYERS, config_of_layer
+from trimtab.model.latent import latents_of
 from trimtab.model.packed import PackedPlan
 from trimtab.model.recurrent import Mixer, State
 
@@ -44,8 +46,12 @@ class LayerShape:
     """The same of values."""
     heads: int
     rules: Rules
+    value_in_key: bool = False
+    """The value is the first part of the key, and is stored with it."""
 
     def bytes_per_token(self, itemsize: int) -> int:
+        if self.value_in_key:
+            return self.key[0] * self.key[1] * itemsize
         return (self.key[0] * self.key[1] + self.value[0] * self.value[1]) * itemsize
 
 
@@ -74,8 +80,9 @@ class StateShape:
 class _ShapeProbe(PackedPlan):
     """Runs as usual and notes the key and value shapes of each layer, and what it carries."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, latent_layers: Collection[int] = ()) -> None:
         super().__init__([1], device)
+        self.latents, self._latent_layers = bool(latent_layers), latent_layers
         self.shapes: dict[int, LayerShape] = {}
         self.states: dict[int, StateShape] = {}
 
@@ -85,7 +92,7 @@ class _ShapeProbe(PackedPlan):
         if layer in self.shapes:
             raise ModelError(f"its layer {layer} attends more than once in a forward pass")
         key, value = (k_TKD.shape[1], k_TKD.shape[2]), (v_TKD.shape[1], v_TKD.shape[2])
-        self.shapes[layer] = LayerShape(key, value, q_THD.shape[1], rules)
+        self.shapes[layer] = LayerShape(key, value, q_THD.shape[1], rules, layer in self._latent_layers)
         return super().attend(layer, q_THD, k_TKD, v_TKD, rules)
 
     def recur(self, mixer: Mixer, x_TE: torch.Tensor) -> torch.Tensor:
@@ -97,9 +104,10 @@ class _ShapeProbe(PackedPlan):
 
 
 @torch.no_grad()
-def layer_shapes(policy: ShapedModel) -> dict[int, LayerShape]:
-    """What the model really stores, seen in a one-token forward: right for any head layout, with no table of architectures."""
-    return _look(policy).shapes
+def layer_shapes(policy: ShapedModel, latents: bool = False) -> dict[int, LayerShape]:
+    """What the model really stores, seen in a one-token forward: right for any head layout, with no table of architectures.
+    `latents`: where layers make keys and values of a latent, that is stored."""
+    return _look(policy, latents_of(policy.body) if latents else ()).shapes
 
 
 @torch.no_grad()
@@ -108,10 +116,10 @@ def state_shapes(policy: ShapedModel) -> dict[int, StateShape]:
     return _look(policy).states
 
 
-def _look(policy: ShapedModel) -> _ShapeProbe:
+def _look(policy: ShapedModel, latent_layers: Collection[int] = ()) -> _ShapeProbe:
     if not all(getattr(module, "is_causal", True) for module in policy.body.modules()):
         raise ModelError("its attention is not causal (tokens see later tokens)")
-    probe = _ShapeProbe(policy.device)
+    probe = _ShapeProbe(policy.device, latent_layers)
     policy.hidden(torch.zeros(1, dtype=torch.int64, device=policy.device), probe.positions, probe)
     _refuse_silent_layers(policy, probe.shapes, probe.states)
     return probe

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 FUSED_FAMILIES = {
-    "cohere", "cohere2", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "granite", "llama", "ministral", "mistral",
-    "mixtral", "olmo2", "olmo3", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "vaultgemma",
+    "cohere", "cohere2", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt_oss", "granite", "llama", "ministral",
+    "mistral", "mixtral", "olmo2", "olmo3", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3",
+    "vaultgemma",
 }  # fmt: skip
 """Model families (`model_type`) that have fused layers (model/parts.py)."""
 TOKEN_SUM_PROGRAMS = 2112

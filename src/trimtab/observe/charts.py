@@ -240,6 +240,8 @@ MEMORY = (
 ONLY_IN_ALL_METRICS: dict[str, str] = {
     "eval/stderr": "drawn as the whiskers of the score",
     "eval/prompts": "a constant, in the text of the first screen",
+    "rollout/passed_over": "of the prompts' order, with a curriculum",
+    "run/loss_scale": "a constant, unless a step of float16 was computed again",
     "publish/bytes": "a constant: those of the trained weights",
     "eval/failed": "a count that is 0 in a healthy run",
     "eval/not_applicable": "a constant of the data",

@@ -82,15 +82,16 @@ def update_metrics(done: list[UpdateStats]) -> dict[str, float]:
         "run/samples_without_gradient": float(sum(stats.without_gradient for stats in done)),
         "run/skipped_updates": float(sum(not stats.applied for stats in done)),
     }
+    if any(stats.loss_scale != 1.0 for stats in done):
+        metrics["run/loss_scale"] = min(stats.loss_scale for stats in done)
     behind = [stats.behind for stats in done if stats.behind is not None]
     if behind:
         metrics["run/device_behind"] = min(behind)
     unequal = [stats.imbalance for stats in done if stats.imbalance is not None]
     if unequal:
         metrics["run/rank_imbalance"] = max(unequal)
-    if "routes_replayed" in done[0].sums:
-        replayed, agreed = (float(done[0].sums[name]) for name in ("routes_replayed", "routes_agreed"))
-        metrics["rollout/router_agreement"] = agreed / max(1.0, replayed)
+    if float(done[0].sums.get("routes_replayed", 0.0)) > 0:
+        metrics["rollout/router_agreement"] = float(done[0].sums["routes_agreed"] / done[0].sums["routes_replayed"])
     if "kl_ref" in done[0].sums:
         metrics["policy/kl_ref"] = done[0].mean("kl_ref")
     return metrics

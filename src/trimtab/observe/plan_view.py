@@ -71,7 +71,10 @@ def _facts(plan: Plan, profile: str) -> Table:
     table.add_row(Text("limit", style="dim"), Text(words))
     batch = f"{job.prompts} prompts × {job.samples} samples, prompts up to {job.longest_prompt:,} tokens, {job.completion:,} new"
     table.add_row(Text("step", style="dim"), Text(batch))
-    table.add_row(Text("KV cache", style="dim"), Text(f"{job.shape.kv_elements * job.itemsize:,} bytes per token"))
+    stored = f"{job.kv_token_bytes:,} bytes per token"
+    carried = job.shape.state_bytes(job.itemsize)
+    stored += f", and {carried:,} bytes per sequence of what other layers carry" if carried else ""
+    table.add_row(Text("KV cache", style="dim"), Text(stored))
     return table
 
 

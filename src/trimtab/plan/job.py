@@ -137,8 +137,10 @@ class Job:
     def kv_token_bytes(self) -> int:
         """Bytes of a token's keys and values in all layers; a head of codes has a byte of scale."""
         if self.kv_stored == "fp8":
-            return self.shape.kv_elements + 2 * sum(block.kv_heads for block in self.shape.blocks)
-        return self.shape.kv_elements * (2 if self.kv_stored == "bf16" else self.itemsize)
+            return self.shape.whole_kv_elements + 2 * sum(block.kv_heads for block in self.shape.blocks)
+        if self.kv_stored == "bf16":
+            return 2 * self.shape.whole_kv_elements
+        return self.shape.kv_elements * self.itemsize
 
     @property
     def sequences(self) -> int:

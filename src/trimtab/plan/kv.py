@@ -53,4 +53,4 @@ def carried_bytes(job: Job, run: ResolvedRun) -> int:
 
 def kv_cut(job: Job, parts: int) -> int:
     """Devices that the KV cache is cut over: where there are fewer heads than devices, several hold the same head."""
-    return min(parts, *(block.kv_heads for block in job.shape.kinds))
+    return min(parts, *(block.kv_heads for block in job.shape.kinds if block.kv_heads))

@@ -240,7 +240,7 @@ def _generating(job: Job, machine: Machine, run: ResolvedRun, place: Placement) 
         + s * (block.projected + block.attended + 3 * block.used_width)
     )
     mixed = max(s * b.pair_elements * shape.hidden + 24 * b.experts_used + 8 * b.experts for b in shape.kinds)
-    entry += 4 * block.heads * (2 * block.value_size + 4) + mixed
+    entry += 4 * block.heads * (2 * (block.latent or block.value_size) + 4) + mixed
     prompts = -(-max(job.prompts, job.eval_sequences) // place.engines)
     prefill = min(rollout.prefill_tokens, prompts * job.typical_prompt)
     pass_ = (4 + 3 * s) * shape.hidden + s * (2 * block.projected + block.attended + 3 * block.used_width) + mixed

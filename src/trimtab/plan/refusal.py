@@ -83,6 +83,9 @@ def refuse_what_engines_cannot(run: Run, job: Job, machine: Machine) -> None:
     if job.generates and run.cut > 1:
         _refuse_cut(run, job)
         refuse_uneven_cut(run, job.shape)
+    if job.generates and job.kv_stored == "fp8" and any(block.latent for block in job.shape.kinds):
+        what = "is fp8, but layers with latent attention store latents, which the engine keeps in no codes"
+        raise ConfigError([Problem("model.kv_dtype", what, "Write auto.")])
     if not (job.generates and run.external):
         return
     if run.engine == "vllm" and job.rank > VLLM_RANKS[-1]:
@@ -108,6 +111,9 @@ def _refuse_cut(run: Run, job: Job) -> None:
         return
     if job.shape.has_experts:
         what = f"is {run.cut}, but the native engine does not cut experts over devices"
+        raise ConfigError([Problem("run.rollout.tensor_parallel", what, "Write 1, or run.engine: vllm.")])
+    if any(block.latent for block in job.shape.kinds):
+        what = f"is {run.cut}, but the native engine does not cut latent attention over devices"
         raise ConfigError([Problem("run.rollout.tensor_parallel", what, "Write 1, or run.engine: vllm.")])
     if job.quantised:
         what = f"is {run.cut}, but the native engine does not cut weights in {job.base} codes over devices"

@@ -29,6 +29,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "parameters": job.shape.parameters,
         "trained_parameters": job.trained,
         "kv_bytes_per_token": job.kv_token_bytes,
+        "state_bytes_per_sequence": job.shape.state_bytes(job.itemsize),
         "shard": plan.place.shard,
         "shard_devices": plan.place.shard_devices,
         "placement": asdict(plan.place),

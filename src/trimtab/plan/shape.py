@@ -37,7 +37,7 @@ class Block:
     sandwich: bool = False
     """Norms after attention and feed-forward as well as before."""
     dense: bool = False
-    """No fused kernel computes its attention: scores are soft-capped, or there are sinks."""
+    """No fused kernel computes its attention: scores are soft-capped."""
     experts: int = 0
     experts_used: int = 0
     shared_width: int = 0
@@ -68,8 +68,13 @@ class Block:
 
     @property
     def kv_elements(self) -> int:
-        """Elements that one token stores."""
+        """Elements of the keys and values of one token."""
         return self.kv_heads * (self.head_size + self.value_size)
+
+    @property
+    def stored_elements(self) -> int:
+        """Elements that one token stores in an engine: where keys and values are made of a latent, that."""
+        return self.latent + self.latent_rotated if self.latent else self.kv_elements
 
     @property
     def pair_elements(self) -> int:
@@ -146,9 +151,14 @@ class ModelShape:
         )
 
     @cached_property
+    def whole_kv_elements(self) -> int:
+        """Elements of the keys and values of one token in all layers."""
+        return sum(b.kv_elements for b in self.blocks)
+
+    @cached_property
     def kv_elements(self) -> int:
         """Elements that one token stores in all layers."""
-        return sum(b.kv_elements for b in self.blocks)
+        return sum(b.stored_elements for b in self.blocks)
 
     def state_bytes(self, itemsize: int) -> int:
         """Bytes that a sequence carries in all layers, whatever its length, beside keys and values."""
@@ -251,7 +261,7 @@ def _block(config: Mapping[str, Any], kind: str, index: int) -> Block:
         kind == "glm4_moe" and config.get("use_qk_norm")
     )
     capped = kind == "gemma2" and config.get("attn_logit_softcapping", 50.0) is not None
-    dense = capped or kind == "gpt_oss"
+    dense = capped
     block = replace(plain, head_norm=head_norm, sandwich=kind in ("gemma2", "gemma3_text", "olmo2"), dense=dense)
     attention = hidden * (block.projected + block.query_width)
     biased = config.get("attention_bias", kind == "gpt_oss")
@@ -297,7 +307,7 @@ def _with_feed_forward(block: Block, config: Mapping[str, Any], kind: str, index
 
 
 def _latent_block(config: Mapping[str, Any], index: int) -> Block:
-    """Multi-head latent attention; keys and values are stored whole, as transformers' modules make them."""
+    """Multi-head latent attention."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     rotated, plain = config["qk_rope_head_dim"], config["qk_nope_head_dim"]
     value, latent, query_latent = config["v_head_dim"], config["kv_lora_rank"], config.get("q_lora_rank")

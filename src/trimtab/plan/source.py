@@ -22,7 +22,7 @@ from trimtab.plan.quantised import refuse_base
 from trimtab.plan.shape import FAMILIES, ModelShape, read_shape
 from trimtab.plan.work import Lengths
 
-ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2}
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 ASSUMED_PROMPT_TOKENS = 256
 """Tokens of a prompt where the config does not say."""
 ASSUMED_EXAMPLE_TOKENS = 2048

@@ -27,7 +27,7 @@ def models_of(
     if codes == "4bit" and config.model.lora is None and config.model.base == "auto":
         what = f"the weights of {config.model.path} are in 4 bits, and cannot be trained as they are"
         raise ConfigError([Problem("model.base", what, "Write model.lora: {r: 16}, or model.base: bf16.")])
-    native = not cpu and dtype == "bfloat16"
+    native = not cpu and dtype in ("bfloat16", "float16")
     return Models(
         shape=shape,
         itemsize=ITEMSIZE[dtype],

@@ -38,6 +38,8 @@ class RunState:
     """What running out of memory has taught: `Guard.state`."""
     data_mark: str = ""
     """Which rows it trains on (`data.files.mark_of`)."""
+    pass_rates: dict[str, list[list[float]]] = field(default_factory=dict)
+    """By row, how its samples did (data/curriculum.py); empty without a curriculum."""
     eval_due: bool = False
     """The evaluation of this step was stopped or failed: the run that resumes makes up for it."""
 

@@ -212,7 +212,8 @@ def _channel_of(learns: RankPlan, samples: RankPlan, port: int, host: str) -> Ch
     """Where weights go from those that train to those that generate."""
     backend = "gloo" if "gloo" in (learns.backend, samples.backend) else "nccl"
     prefix = f"channel-{os.getpid()}-{next(_channels)}"
-    return ChannelSetup(port, prefix, 1 + len(samples.devices), backend, learns.plan.run.shard != "full", host)
+    by_unit = learns.plan.run.shard != "full" and not samples.plan.joint_ranks  # slices are of single weights
+    return ChannelSetup(port, prefix, 1 + len(samples.devices), backend, by_unit, host)
 
 
 def _open_fleet(

@@ -110,7 +110,7 @@ def make_engine(
     if run.engine == "native" and rollout.tensor_parallel > 1:
         assert seat.meeting is not None
         parts, store = rollout.tensor_parallel, seat.open_store()
-        together = Together(store, seat.place, parts, policy.device, seat.meeting.backend)
+        together = Together(store, seat.place, parts, seat.devices[seat.place], seat.meeting.backend)
         return CutEngine(**settings, together=together, kv_parts=kv_cut(policy.config, parts))
     if run.engine == "native":
         return (ReplicaEngine if isinstance(policy, ShardedPolicy) else NativeEngine)(**settings)

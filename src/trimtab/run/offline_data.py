@@ -25,7 +25,7 @@ from trimtab.data.stream import Stream
 from trimtab.data.view import View, view_example
 from trimtab.model.adapters import refuse_unknown_targets
 from trimtab.model.context import context_of
-from trimtab.model.load import load_config, load_tokenizer, refuse_without_weights
+from trimtab.model.load import load_config, load_tokenizer, refuse_dtype, refuse_without_weights
 from trimtab.model.policy import Policy, refuse_other_layers
 from trimtab.observe.recoveries import Recoveries
 from trimtab.plan.planner import Plan
@@ -188,6 +188,7 @@ def check(stage: OfflineStage, config: Offline, inputs: Inputs, stack: ExitStack
     refuse_existing(folder, resume)
     refuse_missing_sinks(config.observe)
     refuse_kernels(config.run, config.model, device)
+    refuse_dtype(config.model, device)
     stage.refuse(config)
     limit = _limit(config)
     if not resume:  # or a checkpoint may have them

@@ -99,6 +99,7 @@ def _note_data(state: RunState, rows: Sequence[Mapping[str, Any]], console: Cons
     """Remember which rows are trained on, and say so where they are not those that the run has counted so far."""
     before, state.data_mark = state.data_mark, fingerprint(rows)
     if before and before != state.data_mark:
+        state.pass_rates = {}  # of other rows
         console.warn(
             f"data.train changed since the checkpoint: {state.data_mark} (was {before}). Continuing at row "
             f"{state.data_position}: this pass may repeat some rows and skip others"

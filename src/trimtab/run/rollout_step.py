@@ -11,6 +11,7 @@ import torch
 from trimtab.base.errors import DivergedError
 from trimtab.base.spans import log
 from trimtab.config.schema import Config
+from trimtab.data.curriculum import keeps
 from trimtab.data.prompt import Prompt
 from trimtab.learn.parts import Part
 from trimtab.observe.conversations import conversation_metrics
@@ -33,8 +34,12 @@ def sample_batch(run: Session, step: int, phase: Phase) -> SampledBatch:
     learn, batch = run.config.learn, SampledBatch(step)
     seen: Counter[int] = Counter()
     calls, judged, kept, refills = RolloutStats(), list[dict[str, Tally]](), 0, 0
+    stream, keep = run.data.stream, None
+    if run.config.data.curriculum == "pass_rate":
+        keep = keeps(run.state.pass_rates, learn.seed, step, learn.staleness)
+    passed_over = stream.passed_over
     while True:
-        groups = sample(run, run.data.stream.take(learn.prompts_per_step - kept), seen, step, phase)
+        groups = sample(run, stream.take(learn.prompts_per_step - kept, keep), seen, step, phase)
         calls.add(run.generator.stats)
         batch.groups += groups
         if not learn.dynamic_sampling.enabled:
@@ -46,6 +51,8 @@ def sample_batch(run: Session, step: int, phase: Phase) -> SampledBatch:
         refills += 1
     run.state.completion_tokens += calls.generated_tokens
     batch.metrics |= rollout_metrics(calls) | {"rollout/refills": float(refills)}
+    if keep is not None:
+        batch.metrics["rollout/passed_over"] = float(stream.passed_over - passed_over)
     batch.metrics |= conversation_metrics(batch.groups, calls.wait_s)
     return batch
 

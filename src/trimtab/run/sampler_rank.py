@@ -6,9 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from trimtab.cluster.serve import Link, serve
 from trimtab.cluster.transfer import ChannelSetup, Transferred
 from trimtab.record.folder import ENGINE_LOGS
+from trimtab.rollout.native.cut import CutEngine
 from trimtab.run.build import load_policy, own_modes, use_planned_kernels
 from trimtab.run.generating_rank import GeneratingRank, GeneratingSetup
 from trimtab.run.machine import load_within
@@ -30,15 +33,25 @@ class SamplerRank(GeneratingRank):
     def __init__(self, setup: SamplerSetup, link: Link) -> None:
         super().__init__(setup, link)
         run, model, learn, device = setup.config.run, setup.config.model, setup.config.learn, self._device
-        self._policy = load_within(run, device, load_policy, model, learn.seed, device, run.kernels, setup.checkpoint)
-        keep_routes(self._policy, setup.config)
-        use_planned_kernels(setup.plan, self._policy)
-        self._open_engine(setup, self._policy, logs=setup.folder / ENGINE_LOGS / f"sampler-{setup.rank}")
-        self._channel = setup.channel.open(1 + setup.rank, device)
+        joint = setup.plan.joint_ranks
+        if joint:  # of the device only the slices take memory
+            device = torch.device("cpu")
+        policy = load_within(run, device, load_policy, model, learn.seed, device, run.kernels, setup.checkpoint)
+        keep_routes(policy, setup.config)
+        if not joint:
+            use_planned_kernels(setup.plan, policy)
+        self._open_engine(setup, policy, logs=setup.folder / ENGINE_LOGS / f"sampler-{setup.rank}")
+        self._channel = setup.channel.open(1 + setup.rank, self._device)
+        self._policy = None if joint else policy
+        self._comes = self._engine.let_go() if isinstance(self._engine, CutEngine) else {}
 
     def receive_weights(self, version: int) -> Transferred:
         """Have the weights of this version from now on."""
-        found = self._channel.pass_on(self._policy, version)
+        if self._policy is None:
+            assert isinstance(self._engine, CutEngine)
+            found = self._channel.receive(self._comes, self._engine.take, version)
+        else:
+            found = self._channel.pass_on(self._policy, version)
         self._engine.publish(version)
         return found
 

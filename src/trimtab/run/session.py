@@ -19,7 +19,7 @@ from trimtab.data.prompt import Prompt
 from trimtab.data.stream import PromptStream
 from trimtab.data.view import View
 from trimtab.model.adapters import refuse_unknown_targets
-from trimtab.model.load import load_config, refuse_without_weights
+from trimtab.model.load import load_config, refuse_dtype, refuse_without_weights
 from trimtab.model.policy import Policy, refuse_other_layers
 from trimtab.observe.card import rollout_batch
 from trimtab.observe.recoveries import Recoveries
@@ -98,6 +98,7 @@ def check(asked: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> C
         refuse_cut_over_missing(asked.run, 1 if device.type == "cpu" else torch.cuda.device_count())
     refuse_missing_sinks(asked.observe)
     refuse_kernels(asked.run, asked.model, device)
+    refuse_dtype(asked.model, device)
     config = with_found_rewards(resolve_config(asked), inputs)
     tokenizer, limit = read_tokenizer(config)
     if not resume:  # or a checkpoint may have them

@@ -128,11 +128,11 @@ def _measured_block(config: Any, index: int, layer: Any) -> Block:
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     count = sum(p.numel() for name, p in layer.named_parameters() if "lora_" not in name)
-    attention, window = getattr(layer, "self_attn", None), None
-    if isinstance(getattr(attention, "sliding_window", None), int):
-        window = attention.sliding_window
+    attention: Any = getattr(layer, "self_attn", None)
+    window = getattr(attention, "sliding_window", None)
     block = Block(
-        heads, kv_heads, size, size, width[index] if isinstance(width, Sequence) else width, count, count, window,
+        heads, kv_heads, size, size, width[index] if isinstance(width, Sequence) else width, count, count,
+        window if isinstance(window, int) else None,
         head_norm=hasattr(attention, "q_norm"), sandwich=any(hasattr(layer, name) for name in NORMS_AFTER),
         dense=getattr(config, "attn_logit_softcapping", None) is not None,
     )  # fmt: skip

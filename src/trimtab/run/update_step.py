@@ -12,6 +12,7 @@ import torch
 from trimtab.base.signals import newly_waiting
 from trimtab.config.known import ResolvedLearn
 from trimtab.config.learn import KL
+from trimtab.data.curriculum import note_rate
 from trimtab.learn.kl import kl_controller
 from trimtab.learn.segments import sum_by
 from trimtab.observe.metrics import reward_metrics, update_metrics, value_metrics
@@ -40,8 +41,22 @@ from trimtab.update.stats import Scored, Trained, UpdateStats
 def update(run: Session, groups: list[Group]) -> dict[str, float]:
     """Learn from scored groups, and write down how they are spread."""
     metrics = _learn(run, groups)
+    if run.config.data.curriculum == "pass_rate":
+        _note_rates(run, groups)
     run.observer.distributed(_spread(run, groups))
     return metrics
+
+
+def _note_rates(run: Session, groups: list[Group]) -> None:
+    """How each prompt's samples did, for the prompts of later steps."""
+    names, state = run.rewarder.names, run.state
+    threshold, part = success_threshold(run.config, names), run.config.eval.part or names[0]
+    assert threshold is not None, "refused before"
+    for group in groups:
+        values = [t.rewards[part] for t in group.trajectories if part in t.rewards]
+        if values:
+            rate = sum(value >= threshold for value in values) / len(values)
+            note_rate(state.pass_rates, group.prompt.id, state.step, rate, run.config.learn.staleness)
 
 
 def _spread(run: Session, groups: list[Group]) -> dict[str, Any]:

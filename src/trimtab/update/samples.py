@@ -168,7 +168,7 @@ def with_gradient(samples: list[Sample], learn: ResolvedLearn) -> list[Sample]:
     share in the denominators stays: every token's weight was set before. Where the distance to a reference is measured, every
     sample is passed, so that it is measured over all of them.
     """
-    if learn.entropy_coef or has_reference(learn):
+    if learn.entropy_coef or learn.router_aux_coef or has_reference(learn):
         return samples
     return [sample for sample in samples if sample.advantages.any()] or [min(samples, key=len)]
 

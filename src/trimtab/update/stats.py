@@ -59,6 +59,8 @@ class UpdateStats:
     """As in `Applied`."""
     imbalance: float | None = None
     """With several ranks: counted FLOPs of the rank that has the most over the mean of all."""
+    loss_scale: float = 1.0
+    """What the loss was multiplied by for float16."""
     without_gradient: int = 0
     """Samples of the step that no pass was made for, because each adds exactly 0 to the gradient."""
     kl_ref_of: list[tuple[list[int], torch.Tensor]] = field(default_factory=list)

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from trimtab.base.errors import ConfigError, Problem
 from trimtab.base.spans import log
 from trimtab.config.run import Recompute
 from trimtab.model.keep import Keep
@@ -25,6 +26,7 @@ from trimtab.model.sharded import ShardedPolicy
 from trimtab.update.batch import MicroBatch, Sample
 from trimtab.update.early_reduction import EarlyReduction
 from trimtab.update.launching import Launching
+from trimtab.update.loss_scale import first_scale, lower_scale, unscale
 from trimtab.update.mixture import MixtureLoss, note_agreement
 from trimtab.update.objectives.objective import Objective
 from trimtab.update.optimizer import AnyLearn, MasterAdamW
@@ -155,6 +157,9 @@ class Updater:
         """`learn`: the optimizer's settings. `metered` is entered around each `apply`, by whoever measures its memory. `peers`:
         other ranks, each of which accumulates a share of the step; with `reduce_early` gradients are summed over them in every
         micro-batch. `overlap`: they are summed while a backward pass runs."""
+        if policy.dtype == torch.float16 and peers.ranks > 1:
+            what = "float16 is trained on one device: its loss scale is not shared yet"
+            raise ConfigError([Problem("model.dtype", what, "Write run.devices: 1, or model.dtype: float32.")])
         self.policy = policy
         self.objective = objective
         self.token_budget = token_budget
@@ -254,8 +259,18 @@ class Updater:
         return self._mixture.count(batches)
 
     def accumulate_share(self, share: Share, kl_coef: float = 0.0) -> UpdateStats:
-        """The same for micro-batches that are packed already: all of a step's, or this rank's."""
-        stats = UpdateStats()
+        """The same for micro-batches that are packed already: all of a step's, or this rank's. In float16 with a scale of
+        the loss at which the gradient is finite (loss_scale.py)."""
+        scale = first_scale(self.policy.dtype)
+        while True:
+            stats = self._accumulate_scaled(share, kl_coef, scale)
+            done = scale == 1.0 or unscale(self.optimizer.grads(), scale)
+            if done or not bool(stats.sums["loss"].isfinite()):  # a smaller scale would not help
+                return stats
+            scale = lower_scale(scale)
+
+    def _accumulate_scaled(self, share: Share, kl_coef: float, scale: float) -> UpdateStats:
+        stats = UpdateStats(loss_scale=scale)
         self.progress = Progress()
         if self._overlapped is not None:
             self._overlapped.begin()
@@ -275,7 +290,7 @@ class Updater:
                 if self._overlapped is not None and number == len(share.batches) - 1:
                     self._overlapped.last_pass()
                 note_agreement(asked, UpdateStats() if filler else stats)
-                self._backward(loss)
+                self._backward(loss if scale == 1.0 else loss * scale)
             del loss
             if self._early is not None:
                 self._early.end_micro_batch()

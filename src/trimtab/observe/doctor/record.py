@@ -71,7 +71,7 @@ class Record:
     @property
     def half_precision(self) -> bool:
         dtype = self.setting("model.dtype", "auto")
-        return dtype == "bfloat16" or (dtype == "auto" and self.on_cuda)
+        return dtype in ("bfloat16", "float16") or (dtype == "auto" and self.on_cuda)
 
     def points(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of every step that has a value."""

@@ -47,14 +47,23 @@ class KVCache:
         self.page_tokens, self.dtype, self.stored = page_tokens, dtype, stored
         kind = {"auto": dtype, "bf16": torch.bfloat16, "fp8": torch.uint8}[stored]
         self.keys = {layer: empty((pages, page_tokens, *shape.key), kind) for layer, shape in shapes.items()}
-        self.values = {layer: empty((pages, page_tokens, *shape.value), kind) for layer, shape in shapes.items()}
+        self.latents = {layer for layer, shape in shapes.items() if shape.value_in_key}
+        """Layers whose values are the first part of their keys; these are stored plain."""
+        assert not (self.latents and stored == "fp8"), "latents have no codes"
+        self.values = {
+            layer: self.keys[layer][..., : shape.value[1]]
+            if layer in self.latents
+            else empty((pages, page_tokens, *shape.value), kind)
+            for layer, shape in shapes.items()
+        }
         coded = shapes.items() if stored == "fp8" else ()
         self.key_powers = {layer: empty((pages, page_tokens, shape.key[0]), torch.int8) for layer, shape in coded}
         self.value_powers = {layer: empty((pages, page_tokens, shape.value[0]), torch.int8) for layer, shape in coded}
 
     @property
     def _stores(self) -> list[torch.Tensor]:
-        kept = (self.keys, self.values, self.key_powers, self.value_powers)
+        values = {layer: store for layer, store in self.values.items() if layer not in self.latents}
+        kept = (self.keys, values, self.key_powers, self.value_powers)
         return [tensor for store in kept for tensor in store.values()]
 
     def powers(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -73,7 +82,8 @@ class KVCache:
         kind = self.keys[layer].dtype
         k, v = k_TKD.to(kind), v_TKD.to(kind)
         self.keys[layer].flatten(0, 1).index_copy_(0, slots_T, k)
-        self.values[layer].flatten(0, 1).index_copy_(0, slots_T, v)
+        if layer not in self.latents:
+            self.values[layer].flatten(0, 1).index_copy_(0, slots_T, v)
         return k.to(k_TKD.dtype), v.to(v_TKD.dtype)
 
     def _encode(
@@ -149,6 +159,7 @@ class DecodePlan:
 
     def __post_init__(self) -> None:
         self._masks: dict[int | None, torch.Tensor] = {}
+        self.latents = bool(self.cache.latents)
 
     def _allowed(self, window: int | None) -> torch.Tensor:
         """The mask, made once a forward pass: it is the same for all layers with the same window."""
@@ -191,7 +202,7 @@ class PrefillPlan:
     """Several segments in one row; each sees the cached beginning of its own sequence and itself."""
 
     def __init__(self, cache: KVCache, segments: list[PrefillSegment], device: torch.device) -> None:
-        self.cache = cache
+        self.cache, self.latents = cache, bool(cache.latents)
         self.segments = segments
         self.lengths = [len(s.tokens) for s in segments]
         slots = [cache_slots(s, cache.page_tokens) for s in segments]

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
+from typing import Any, cast
 
 import torch
 
@@ -43,6 +44,7 @@ from trimtab.rollout.native.kernels.attention import (
     decode_attention,
     samples_per_item,
 )  # fmt: skip
+from trimtab.rollout.native.kernels.latent import latent_attention
 from trimtab.rollout.native.kernels.sampling import Draw
 from trimtab.rollout.native.kv_codes import Stored, stored_bytes
 from trimtab.rollout.native.rows import Rows
@@ -81,12 +83,19 @@ class _ModulesPlan:
     cache: KVCache
     partials: Partials
 
+    @property
+    def latents(self) -> bool:
+        return bool(self.cache.latents)
+
     def attend(
         self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rules: Rules
     ) -> torch.Tensor:
         shape = DecodeShape(q_THD.shape[1], k_TKD.shape[1], k_TKD.shape[2], v_TKD.shape[2])
         out = q_THD.new_empty((q_THD.shape[0], shape.heads, shape.value_size))
         keys, values, powers = self.cache.keys[layer], self.cache.values[layer], self.cache.powers(layer)
+        if layer in self.cache.latents:
+            latent_attention(self.batch, rules, self.partials, q_THD, k_TKD, keys, out)
+            return out
         decode_attention(self.batch, shape, rules, self.partials, q_THD, k_TKD, v_TKD, keys, values, out, powers=powers)
         return out
 
@@ -295,7 +304,7 @@ class CudaDecoder:
         return self.policy.hidden(state.last_tokens[batch.index_B], state.positions[batch.index_B], plan)
 
     def _sample(self, index_B: torch.Tensor, hidden_BE: torch.Tensor, rows: Rows, sampling: Sampling) -> None:
-        head, out_BV = self.policy.head, self._layout.logits[: hidden_BE.shape[0]]
+        head, out_BV = cast(Any, self.policy.head), self._layout.logits[: hidden_BE.shape[0]]
         if self._together is not None:
             plain = Head(head.weight_VE, head.bias_V)
             out_BV.copy_(head.gathered(plain.logits(hidden_BE), vote=not torch.cuda.is_current_stream_capturing()))
@@ -417,7 +426,10 @@ class CudaDecoder:
         self._served = live
 
     def _find_shared(self, live: Seq[Sequence]) -> tuple[list[int], list[tuple[int, int, int]]]:
-        """Find neighbours that begin with the same pages: how many pages for each entry, and the tiles that read them once."""
+        """Find neighbours that begin with the same pages: how many pages for each entry, and the tiles that read them once.
+        Latents are so small that each reads them by itself."""
+        if self.cache.latents:
+            return [0] * len(live), []
         shared, items, saved = [0] * len(live), [], 0
         most = min(samples_per_item(s) for s in self._decode_shapes)
         at = 0

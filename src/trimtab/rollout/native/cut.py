@@ -97,6 +97,7 @@ class CutEngine(ReplicaEngine):
     def __init__(
         self, policy: Policy, tokenizer: Any, stop_token_ids: Sequence[int], *, together: Together, **settings: Any
     ) -> None:
+        """`policy`: the whole model, here or on the host."""
         self._together = together
         if together.rank != FIRST:  # all lower the same: one says so
             settings["on_recovery"] = lambda line: None
@@ -120,23 +121,42 @@ class CutEngine(ReplicaEngine):
         for _ in super().generate(requests, _Listening(bounds, self._together)):
             pass
 
+    def let_go(self) -> dict[str, torch.Tensor]:
+        """The policy that the slices are of is trained elsewhere: it is given up here, and new weights are `take`n. Returns what
+        comes, in order, as tensors without values."""
+        assert self._source is not None
+        trained = {name: p for name, p in self._source.model.named_parameters() if p.requires_grad}
+        self._source = None
+        return {name: torch.empty_like(p.data, device="meta") for name, p in trained.items()}
+
+    @torch.no_grad()
+    def take(self, name: str, whole: torch.Tensor) -> None:
+        """Have this rank's slice of a parameter from now on; `publish` follows when all are taken."""
+        own = self._own.weights.parameters[name]
+        if name in self._cut.slices:
+            self._cut.slices[name].fill(own.data, whole)
+        else:
+            own.copy_(whole)
+
     def _make_own(self, policy: Policy) -> Policy:
         skeleton = policy.skeleton if isinstance(policy, ShardedPolicy) else skeleton_of(policy.model)
-        self._cut = cut_model(skeleton, self._together.rank, self._together.parts, policy.device)
+        self._cut = cut_model(skeleton, self._together.rank, self._together.parts, self._together.device)
         self._policy_of_slices = CutPolicy(self._cut, self._together)
         return self._policy_of_slices
 
     def _gather_weights(self, frozen: bool) -> None:
+        if self._source is None:
+            return
         self._policy_of_slices.look_at_head()
         fill(self._own.model, self._source.model, self._source.weights, frozen, self._cut.slices)
 
     def _reclaim(self) -> None:
-        for _ in range(2):
-            outcome = self._attempt(self._decoder.reclaim)
-            if not isinstance(outcome, Shortage):
-                return
+        outcome = self._attempt(self._decoder.reclaim)
+        if isinstance(outcome, Shortage):
             free(self.policy.device)
-        raise MemoryExhausted(f"the rollout cannot take its memory back: {outcome.message}")
+            outcome = self._attempt(self._decoder.reclaim)
+        if isinstance(outcome, Shortage):
+            raise MemoryExhausted(f"the rollout cannot take its memory back: {outcome.message}")
 
     def _attempt(self, work: Callable[[*Arguments], Result], *args: *Arguments) -> Result | Shortage:
         return self._together.attempt(work, *args)
@@ -145,7 +165,7 @@ class CutEngine(ReplicaEngine):
     def _compare(self, policy: Policy) -> None:
         """Refuse an architecture whose slices compute something else than the whole."""
         expected = policy.probe()
-        gap = distance(self._own.probe().to(expected.dtype), expected)
+        gap = distance(self._own.probe().to(expected), expected)
         if not gap <= TOLERANCE_NATS[self._own.dtype]:
             raise EngineError(
                 f"run.rollout.tensor_parallel: {policy.name} computes different log-probs when it is cut over "

@@ -32,6 +32,7 @@ from trimtab.rollout.engine import Request, RolloutStats, check_requests, refuse
 from trimtab.rollout.feed import Bounds, Feed
 from trimtab.rollout.native.agreement import refuse_other_steps
 from trimtab.rollout.native.cache import Carried, PrefillPlan, PrefillSegment
+from trimtab.rollout.native.carrying import Carrying
 from trimtab.rollout.native.decoder import Decoder
 from trimtab.rollout.native.eager import EagerDecoder
 from trimtab.rollout.native.handing_back import hand_back, load_of
@@ -82,11 +83,11 @@ class NativeEngine:
         self.on_recovery = on_recovery
         self._made_with = (max_sequences, prefill_tokens, kv_bytes)
         self._joined = joined
-        self._shapes = shapes = layer_shapes(policy)
+        self._shapes = shapes = layer_shapes(policy, kv_dtype == "auto" and kv_parts == 1)
         token_bytes = sum(stored_bytes(s, policy.dtype, kv_dtype) for s in shapes.values())
         self.page_bytes = kv_parts * page_tokens * token_bytes
         self._states, self._kv_dtype = state_shapes(policy), kv_dtype
-        self._prefix_cache = prefix_cache and not self._states  # pages alone do not say what layers carried there
+        self._prefix_cache = prefix_cache
         self.pool = PagePool(kv_bytes // self.page_bytes, page_tokens, self._prefix_cache)
         self._rows: Rows | None = None
         self._clock = RoundClock(max_sequences)
@@ -94,6 +95,7 @@ class NativeEngine:
         self._too_many = 0
         """Sequences that could not decode together: when all that was launched has been looked at, they are preempted."""
         self._decoder = self._make_decoder(shapes)
+        self._carrying = self._carry()
         if lend_memory and (reason := getattr(self._decoder, "not_lendable", "")):
             raise EngineError(
                 f"run.rollout.lend_memory: the engine cannot lend its memory: {reason}. Write auto or false"
@@ -128,18 +130,25 @@ class NativeEngine:
             policy, shapes, pages, page_tokens, self.max_sequences, carried, self._joined, self._kv_dtype
         )
 
+    def _carry(self) -> Carrying:
+        return Carrying(self._decoder.cache.states, self.pool.page_tokens, self.policy.device, self._in_parts)
+
+    def _forget_prefixes(self) -> None:
+        self.pool.forget_all()
+        self._carrying.forget_all()
+
     def publish(self, version: int) -> None:
         """The weights are the trainer's own, so none moves; what was computed with the old ones is forgotten."""
         refuse_while(self._generating, "publish")
         self.version = version
         self._decoder.refresh()
-        self.pool.forget_all()
+        self._forget_prefixes()
 
     def lend(self) -> None:
         """Give the memory of keys, values and intermediates to the update, if asked to at the start; `generate` takes it back."""
         if self._lends and not self._lent:
             refuse_while(self._generating, "lend")
-            self.pool.forget_all()
+            self._forget_prefixes()
             self._decoder.lend()
             self._lent = True
 
@@ -159,6 +168,7 @@ class NativeEngine:
         free(self.policy.device)
         self.pool = PagePool(pages, self.pool.page_tokens, self._prefix_cache)
         self._decoder = self._make_decoder(self._shapes)
+        self._carrying = self._carry()
 
     @property
     def lowered(self) -> dict[str, int]:
@@ -199,8 +209,7 @@ class NativeEngine:
         self._decoder.begin(rows, sampling, bounds.tokens)
         replays = self._decoder.replays
         stops = StopStrings(sampling.stop, self.tokenizer)
-        states = self._decoder.cache.states
-        slots = None if states is None else states.prompts
+        slots = self._carrying.begin(self._decoder.cache.states)
         work = Scheduler(self.pool, min(rows.count, self.max_sequences), self.prefill_tokens, rows.save, slots)
         self._clock = clock = RoundClock(min(len(work.free_rows), bounds.samples))
         asked = Collector(self.tokenizer)
@@ -324,9 +333,7 @@ class NativeEngine:
         if copies:
             pairs = rows.to_device(copies).t()
             self._in_parts(lambda part: self._decoder.cache.copy_pages(pairs[:, part]), len(copies), "copying a page")
-        if (states := self._decoder.cache.states) is not None:
-            slots = rows.to_device([(fork.slot, fork.sequence.row) for fork in forks]).t()
-            self._in_parts(lambda part: states.copy(slots[:, part]), len(forks), "copying a state")
+        self._carrying.hand(forks)
         for fork in forks:
             request, sequence = requests[fork.sequence.group.index], fork.sequence
             sample = request.first_sample + sequence.sample
@@ -346,7 +353,7 @@ class NativeEngine:
 
     def _fill(self, work: Scheduler, rows: Rows) -> bool:
         """Prefill what the scheduler chose, in smaller chunks where memory runs out; False where there was nothing to fill."""
-        while chosen := work.next_fill():
+        while chosen := self._carrying.next_fill(work):
             outcome = self._attempt(self._fill_chunk, chosen, rows)
             if not isinstance(outcome, Shortage):
                 for (filling, count), last in zip(chosen, outcome):
@@ -355,6 +362,7 @@ class NativeEngine:
                             filling.owner.hidden = last
                         else:
                             rows.restore(filling.owner)
+                self._carrying.keep(chosen)
                 return True
             free(self.policy.device)
             tokens = sum(count for _, count in chosen)

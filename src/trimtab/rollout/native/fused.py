@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -283,7 +284,7 @@ class FusedBody:
             attended = plan.attend(index, q_THD, k_TKD, v_TKD, layer.parts.shape.rules)
             self._whole(layer.output, attended.flatten(1), y)
             _after_attention(layer.parts, residual, y, x, y)
-            found = layer.feed(x, y, lambda columns, rows=x: rows.new_empty((rows.shape[0], columns)))
+            found = layer.feed(x, y, partial(_rows_like, x))
             found = found if self._add_up is None else self._add_up(found)
             residual_norm(residual, found, x, self._following(index), layer.parts.after_mlp, layer.parts.factor)
         return x
@@ -310,6 +311,10 @@ class FusedBody:
             out.view(b, shape.heads, shape.value_size), self.rotaries[layer.parts.kind],
             layer.parts.each_head_norm, cache.powers(index),
         )  # fmt: skip
+
+
+def _rows_like(x: torch.Tensor, columns: int) -> torch.Tensor:
+    return x.new_empty((x.shape[0], columns))
 
 
 def _after_attention(

@@ -25,10 +25,10 @@ class ReplicaEngine(NativeEngine):
     """See engine.py. `policy` is the trained one; the engine's own is made from it."""
 
     def __init__(self, policy: Policy, tokenizer: Any, stop_token_ids: Sequence[int], **settings: Any) -> None:
-        self._source = policy
+        self._source: Policy | None = policy
         own = self._make_own(policy)
         sizes = [piece_bytes((unit.size,), unit.dtype) for unit in own.weights.units]
-        self._weights = Arena(sum(sizes), policy.device)
+        self._weights = Arena(sum(sizes), own.device)
         for unit in own.weights.units:
             own.weights.put(unit, self._weights.tensor((unit.size,), unit.dtype))
         own.routers.kept = policy.routers.kept
@@ -67,4 +67,5 @@ class ReplicaEngine(NativeEngine):
         self._weights.close()
 
     def _gather_weights(self, frozen: bool) -> None:
+        assert self._source is not None
         fill(self._own.model, self._source.model, self._source.weights, frozen)

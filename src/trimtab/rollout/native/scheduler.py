@@ -12,11 +12,12 @@ sequence; the oldest sequence always makes progress, so any pool that holds one 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from trimtab.rollout.native.pages import PagePool
+from trimtab.rollout.native.snapshots import Snapshots
 
 
 @dataclass(eq=False)
@@ -79,6 +80,13 @@ class Filling:
     tokens: list[int]
     pages: list[int]
     done: int
+    mark: int = 0
+    """A snapshot is taken after so many tokens of what layers carry; 0: none is."""
+
+    @property
+    def piece(self) -> int:
+        """Tokens that may go into one pass."""
+        return self.mark - self.done if self.done < self.mark else self.left
 
     @property
     def slot(self) -> int:
@@ -105,10 +113,12 @@ class Scheduler:
 
     def __init__(
         self, pool: PagePool, rows: int, prefill_tokens: int, save: Callable[[Sequence], None] = lambda sequence: None,
-        slots: Iterable[int] | None = None,
+        snapshots: Snapshots | None = None,
     ) -> None:  # fmt: skip
-        """`slots`: of what layers carry at the end of a prompt; None: they carry nothing."""
-        self._free_slots = None if slots is None else sorted(slots, reverse=True)
+        """`snapshots`: slots of what layers carry at the end of a prompt; None: they carry nothing."""
+        self._snapshots = snapshots
+        self.restores: list[tuple[int, Filling]] = []
+        """Slots whose contents fillings go on from; whoever copies them empties the list."""
         self.pool = pool
         self._save = save
         """Called with a running sequence that is about to lose its row, to keep its tokens and log-probs."""
@@ -139,7 +149,7 @@ class Scheduler:
         self._admit()
         room, chosen = self.prefill_tokens, []
         for filling in self.filling:
-            take = min(room, filling.left)
+            take = min(room, filling.piece)
             if take:
                 chosen.append((filling, take))
                 room -= take
@@ -186,8 +196,8 @@ class Scheduler:
 
     def free_slot(self, group: PromptGroup) -> None:
         """The state at the end of a prompt is needed no more: all its samples are forked, or it will be filled again."""
-        if self._free_slots is not None and group.slot >= 0:
-            self._free_slots.append(group.slot)
+        if self._snapshots is not None and group.slot >= 0:
+            self._snapshots.give(group.slot)
             group.slot = -1
 
     def live(self) -> list[Sequence]:
@@ -246,15 +256,22 @@ class Scheduler:
         rows = self._uncommitted_rows()
         while self.waiting and rows > 0:
             group = self.waiting[0]
-            if self._free_slots == [] or not self._start_filling(group, group.prompt, reserved):
+            if self._snapshots is not None and not self._snapshots.available:
                 return
-            group.slot = self._free_slots.pop() if self._free_slots else -1
+            if not self._start_filling(group, group.prompt, reserved):
+                return
+            group.slot = -1 if self._snapshots is None else self._snapshots.take()
             self.waiting.popleft()
             rows -= group.samples - group.forked
 
     def _start_filling(self, owner: PromptGroup | Sequence, tokens: list[int], reserved: int) -> bool:
         """Claim pages for `tokens`, using what is cached of all but the last; False (and no change) if too few are left."""
-        cached = self.pool.recall(tokens[:-1])
+        cached, slot, mark = self.pool.recall(tokens[:-1]), -1, 0
+        if self._snapshots is not None:
+            held, slot = self._snapshots.find(tokens, len(cached))
+            mark = len(cached) * self.pool.page_tokens if held < len(cached) else 0
+            self.pool.release(cached[held:])
+            cached = cached[:held]
         need = self._pages_for(len(tokens)) - len(cached)
         idle = not self.running and not self.filling
         fresh = self.pool.take(need) if idle or self.pool.available - need > reserved else None
@@ -263,7 +280,9 @@ class Scheduler:
             return False
         done = len(cached) * self.pool.page_tokens
         self.cached_tokens += done
-        self.filling.append(Filling(owner, tokens, cached + fresh, done))
+        self.filling.append(Filling(owner, tokens, cached + fresh, done, mark))
+        if slot >= 0:
+            self.restores.append((slot, self.filling[-1]))
         return True
 
     def _fork_one(self, group: PromptGroup, reserved: int) -> Fork | None:

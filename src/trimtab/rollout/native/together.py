@@ -39,7 +39,7 @@ class Together:
 
     def __init__(self, store: dist.Store, rank: int, parts: int, device: torch.device, backend: str) -> None:
         self.rank, self.parts, self.device = rank, parts, device
-        self._host = dist.ProcessGroupGloo(dist.PrefixStore("host", store), rank, parts, TIMEOUT)
+        self._host: Any = dist.ProcessGroupGloo(dist.PrefixStore("host", store), rank, parts, TIMEOUT)
         self._tensors: Any = self._host
         if backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
@@ -73,7 +73,7 @@ class Together:
     def vote(self, short: bool = False) -> bool:
         """True if any rank is short of memory."""
         said = torch.tensor([int(short)], dtype=torch.int32)
-        options = dist.AllreduceOptions()
+        options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
         self._host.allreduce([said], options).wait()
         return bool(said)
