@@ -14,11 +14,14 @@ from rollout.test_engine import engine, generate, prompts
 from tiny import tiny_model
 
 from tests.invariants.test_gradient_invariance import assert_same_gradient, step
+from trimtab.base.errors import ConfigError
 from trimtab.config.learn import Sampling
 from trimtab.model.kernels.e4m3 import from_e4m3, to_e4m3
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import layer_shapes
 from trimtab.plan.job import Job
+from trimtab.plan.quantised import refuse_kv
+from trimtab.plan.shape import read_shape
 from trimtab.rollout.native.kv_codes import decode, encode, stored_bytes
 from trimtab.run.shapes import shape_of_model
 
@@ -139,3 +142,15 @@ def test_law_1_holds_with_keys_and_values_in_codes(model_folder, tmp_path) -> No
     assert one[0] == two[0]
     assert_same_gradient(one[1], two[1])
     assert Sampling().temperature == 1.0
+
+
+def test_latents_are_refused_by_name() -> None:
+    shape = read_shape({
+        "model_type": "deepseek_v3", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50,
+        "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "kv_lora_rank": 8, "q_lora_rank": None,
+        "intermediate_size": 16, "first_k_dense_replace": 1, "moe_intermediate_size": 8, "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+    })  # fmt: skip
+    with pytest.raises(ConfigError, match=r"model\.kv_dtype.*Write model\.kv_dtype: auto"):
+        refuse_kv("fp8", shape)
+    refuse_kv("auto", shape)

@@ -56,9 +56,20 @@ def refuse_base(base: str, shape: ModelShape) -> None:
     """Refuse weights in codes for layers that are not plain linear ones."""
     if base not in ("fp8", "4bit"):
         return
-    other = "experts" if shape.has_experts else "layers with latent attention" if shape.kind == "deepseek_v3" else ""
+    other = "experts" if shape.has_experts else "layers with latent attention" if _latent(shape) else ""
     other = other or ("layers that carry a state" if shape.state_bytes(2) else "")
     if other:
         raise ConfigError(
             [Problem("model.base", f"is {base}, but {other} cannot be stored so", "Write model.base: bf16.")]
         )
+
+
+def refuse_kv(kv_dtype: str, shape: ModelShape) -> None:
+    """Refuse keys and values in codes where a latent is stored in their place."""
+    if kv_dtype == "fp8" and _latent(shape):
+        what = "is fp8, but this model's engine stores latents in place of keys and values, which have no codes"
+        raise ConfigError([Problem("model.kv_dtype", what, "Write model.kv_dtype: auto.")])
+
+
+def _latent(shape: ModelShape) -> bool:
+    return any(block.latent for block in shape.kinds)

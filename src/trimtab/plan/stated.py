@@ -10,6 +10,7 @@ from trimtab.config.contradiction import REWARD_MODEL
 from trimtab.config.load import AnyConfig
 from trimtab.config.resolved import ResolvedConfig
 from trimtab.model.sizes import FUSED_FAMILIES
+from trimtab.plan.quantised import refuse_kv
 from trimtab.plan.shape import ModelShape
 from trimtab.plan.source import ITEMSIZE, stated_adapters, stated_dtype, stored_codes, widened_from
 from trimtab.plan.work import Models
@@ -27,6 +28,7 @@ def models_of(
     if codes == "4bit" and config.model.lora is None and config.model.base == "auto":
         what = f"the weights of {config.model.path} are in 4 bits, and cannot be trained as they are"
         raise ConfigError([Problem("model.base", what, "Write model.lora: {r: 16}, or model.base: bf16.")])
+    refuse_kv(config.model.kv_dtype, shape)
     native = not cpu and dtype in ("bfloat16", "float16")
     return Models(
         shape=shape,

@@ -25,7 +25,7 @@ from trimtab.observe.card import rollout_batch
 from trimtab.observe.recoveries import Recoveries
 from trimtab.observe.tasks import Tasks
 from trimtab.plan.planner import Plan
-from trimtab.plan.quantised import refuse_base
+from trimtab.plan.quantised import refuse_base, refuse_kv
 from trimtab.plan.refusal import refuse_uneven_cut
 from trimtab.plan.refuse_devices import refuse_cut_over_missing, refuse_unbuilt_placement
 from trimtab.plan.work import refuse_mixture_keys
@@ -113,6 +113,8 @@ def check(asked: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> C
     replies = open_replies(config, hosts, tokenizer, work.columns, work.first_prompt(config))
     if config.model.lora is not None or config.learn.router_aux_coef or config.learn.router_replay:
         refuse_mixture_keys(config, shape_of(config.model.path, config.model.trust_remote_code))
+    if config.model.kv_dtype == "fp8":
+        refuse_kv(config.model.kv_dtype, shape_of(config.model.path, config.model.trust_remote_code))
     if config.model.lora is not None:
         refuse_unknown_targets(config.model.lora, load_config(config.model), config.model.trust_remote_code)
         if config.model.base in ("fp8", "4bit"):
