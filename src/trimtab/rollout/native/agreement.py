@@ -7,7 +7,7 @@ otherwise is learned from.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -30,9 +30,7 @@ class Compared(Protocol):
     policy: Policy
     pool: PagePool
     prefill_tokens: int
-
-    @property
-    def _kv_dtype(self) -> str: ...
+    _kv_dtype: Any
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Group]: ...
 
