@@ -150,6 +150,10 @@ def test_dropout_is_off() -> None:
     assert torch.equal(one, two)
 
 
+FLOAT32_ROUTERS = {"deepseek_v2", "glm4_moe"}
+"""Families whose router is a product in float32, whatever the model's type: it rounds by the number of rows."""
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_completions_that_share_a_prompt_equal_whole_sequences(architecture: str) -> None:
     """The prompt is in the row once, and each completion continues from it as if it had its own."""
@@ -165,7 +169,8 @@ def test_completions_that_share_a_prompt_equal_whole_sequences(architecture: str
         for (prompt, n), end in zip(completions, ends):
             own = PackedPlan([len(prompts[prompt]) + n], "cpu")
             alone.append(policy.hidden(torch.cat([prompts[prompt], end]), own.positions, own)[-n:])
-    torch.testing.assert_close(shared[11:], torch.cat(alone), atol=1e-9, rtol=0)
+    rounded = architecture in FLOAT32_ROUTERS
+    torch.testing.assert_close(shared[11:], torch.cat(alone), atol=2e-6 if rounded else 1e-9, rtol=0)
 
 
 @pytest.mark.parametrize(
