@@ -129,7 +129,7 @@ def main() -> None:
         "Qwen3-MoE, 8 experts, 2 a token, 4 layers, hidden size 128; the demo's task (sort 3 digits), float32, "
         f"{asked.steps} steps of GRPO with router_aux_coef 0.01.",
         "",
-        f"Accuracy on 256 held-out questions: {learned['accuracy_before']} before, {learned['accuracy_after']} after.",
+        f"Accuracy on 256 held-out questions: {learned['accuracy_before']:.1%} before, {learned['accuracy_after']:.1%} after.",
         "",
         "| weights, bfloat16 | replay | mean log-prob gap, nats | routers agree |",
         "|---|---|---|---|",
