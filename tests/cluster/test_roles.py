@@ -101,6 +101,13 @@ def test_roles_apart_give_the_weights_of_one_process(
     check_same(run(learn=learn, run=placed(**roles)), alone(learn), **tolerance)
 
 
+def test_a_critic_apart_saves_without_a_copy_in_host_memory(run, alone) -> None:
+    """Nothing is saved on the way, so the plan has no copy: what is written is what the ranks hold."""
+    seldom = {"checkpoint_every": 0}
+    ours = run(learn=PPO, run=placed(actor=1, critic=1), observe=seldom)
+    check_same(ours, alone(PPO), **EXACT)
+
+
 def test_roles_apart_share_their_own_micro_batches(run, alone) -> None:
     """Two devices have each micro-batch of the critic, and the reference beside it has whole ones."""
     asked = placed(actor=1, critic=2, reference="critic", rollout=1)

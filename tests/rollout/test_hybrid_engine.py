@@ -213,8 +213,8 @@ def test_a_snapshot_of_another_prefix_changes_what_is_drawn(
     generate(native, asked, samples=1, new=6)
     find = Snapshots.find
 
-    def other(self: Snapshots, tokens: list[int], pages: int) -> tuple[int, int]:
-        count, slot = find(self, tokens, pages)
+    def other(self: Snapshots, tokens: list[int], pages: int, **settings: bool) -> tuple[int, int]:
+        count, slot = find(self, tokens, pages, **settings)
         return count, slot if slot < 0 else next(s for s in self._kept.values() if s != slot)
 
     monkeypatch.setattr(Snapshots, "find", other)

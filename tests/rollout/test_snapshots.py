@@ -32,7 +32,16 @@ def test_what_is_going_to_be_copied_does_not_give_way() -> None:
     assert held.find([1, 2], 1) == (0, -1)
 
 
-@given(st.integers(1, 5), st.lists(st.tuples(st.sampled_from("tgkfc"), st.integers(0, 7)), max_size=60))
+def test_a_prompt_does_not_go_on_from_the_only_slot_that_it_could_have() -> None:
+    """Its state would be written over the one it reads."""
+    held = Snapshots([0], page_tokens=1)
+    assert held.keep([1]) == 0
+    held.copied()
+    assert held.find([1, 2], 1, takes_one=True) == (0, -1)
+    assert held.available and held.take() == 0
+
+
+@given(st.integers(1, 5), st.lists(st.tuples(st.sampled_from("tgkfcp"), st.integers(0, 7)), max_size=60))
 def test_slots_add_up(count: int, moves: list[tuple[str, int]]) -> None:
     held, taken = Snapshots(range(count), page_tokens=1), []
     for move, number in moves:
@@ -42,6 +51,9 @@ def test_slots_add_up(count: int, moves: list[tuple[str, int]]) -> None:
             held.give(taken.pop(number % len(taken)))
         elif move == "k":
             held.keep([number])
+        elif move == "p" and held.available:
+            held.find([number, 0], 1, takes_one=True)
+            taken.append(held.take())
         elif move == "f":
             held.find([number, 0], 1)
         elif move == "c":

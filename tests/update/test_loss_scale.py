@@ -89,6 +89,28 @@ def test_the_scale_saves_gradients_that_float16_would_lose(monkeypatch: pytest.M
     )
 
 
+def test_the_balancing_loss_of_a_mixture_is_scaled_with_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> list[torch.Tensor]:
+        learn = resolve(Learn(router_aux_coef=0.5))
+        policy = Policy(tiny_model("qwen3_moe", torch.float64))
+        made = Updater(
+            policy, PolicyGradient(learn), learn, token_budget=200, score_token_budget=200, logprob_chunk=16,
+            checkpoint_activations=False,
+        )  # fmt: skip
+        made.accumulate(samples())
+        return [gradient.clone() for gradient in made.optimizer.grads() if gradient is not None]
+
+    right = found()
+    monkeypatch.setattr(updater, "first_scale", lambda dtype: 2.0**10)
+    assert off(found(), right) < 1e-6
+    monkeypatch.setattr(updater.MixtureLoss, "of", without_scale(updater.MixtureLoss.of))
+    assert off(found(), right) > 1e-3, "the planted error is seen: a balancing loss that is not scaled is lost"
+
+
+def without_scale(of: Any) -> Any:
+    return lambda self, batch, share, filler, scale=1.0: of(self, batch, share, filler)
+
+
 @pytest.mark.parametrize("settings", [{"token_budget": 30}, {"checkpoint_activations": True}], ids=str)
 def test_law_1_holds_in_float16(settings: dict[str, Any]) -> None:
     assert off(gradients(torch.float16, **settings), gradients(torch.float16)) < 0.01, "half precision, three digits"

@@ -6,6 +6,7 @@ on disk: before that, the checkpoint before it is the newest. Export is written 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,8 @@ class RankedTrainer(GuardedTrainer):
         self._pending: PendingCheckpoint | None = None
         """What is being written."""
         self._reads_live_tensors = False
+        self._settling = threading.RLock()
+        """The update of the policy and that of a critic apart run side by side, and each waits for what is being saved."""
         self._began = self._waited_s = self._written_s = 0.0
         self._on_written: Callable[[float, float], None] = lambda begin, end: None
         for each in self._guards.values():
@@ -104,6 +107,10 @@ class RankedTrainer(GuardedTrainer):
         self._waited_s += time.perf_counter() - started
 
     def settle_saves(self, wait: bool = True) -> None:
+        with self._settling:
+            self._settle_saves(wait)
+
+    def _settle_saves(self, wait: bool) -> None:
         pending = self._pending
         if pending is None or (not wait and not all(self._ask_saving("is_written"))):
             return
@@ -153,5 +160,6 @@ class RankedTrainer(GuardedTrainer):
 
     def _before_change(self) -> None:
         """Tensors that are being saved, and not as a copy, may change from here on."""
-        if self._reads_live_tensors:
-            self.settle_saves()
+        with self._settling:
+            if self._reads_live_tensors:
+                self.settle_saves()

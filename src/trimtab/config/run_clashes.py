@@ -56,12 +56,6 @@ def base(config: AnyStage, learn: Learn | None) -> Iterator[Contradiction]:
             "float16 is trained on one device: its loss scale is not shared yet",
             "Write run.devices: 1, or model.dtype: float32",
         )
-    if config.model.dtype == "float16" and learn is not None and learn.router_aux_coef:
-        yield clash(
-            "model.dtype learn.router_aux_coef",
-            "float16 scales the loss, and the balancing loss of routers is not scaled with it",
-            "Write model.dtype: bfloat16, or learn.router_aux_coef: 0",
-        )
     if config.model.kv_dtype != "auto":
         if learn is None:
             yield clash("model.kv_dtype", "has no effect: nothing is generated", "Leave it out")

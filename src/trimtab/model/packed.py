@@ -24,6 +24,8 @@ from trimtab.model.sinks import varlen_with_sinks
 from trimtab.model.transfer import to_device
 from trimtab.model.versions import grouped_varlen_attn
 
+MOST_FLASH_SIZE = 256
+"""Elements of a head up to which there are flash kernels."""
 MAX_MASK_ELEMENTS = 2**25
 """Most elements of a mask: the queries of a longer segment are taken some at a time."""
 
@@ -108,8 +110,11 @@ class PackedPlan:
     ) -> torch.Tensor:
         if self._keys_seen is not None:
             k_TKD, v_TKD = self._lay_out(k_TKD, self._keys_seen), self._lay_out(v_TKD, self._keys_seen)
-        if q_THD.is_cuda and rules.flash and q_THD.dtype in (torch.bfloat16, torch.float16):
-            return self._flash(q_THD, k_TKD, v_TKD, rules)
+        size, value_size = q_THD.shape[-1], v_TKD.shape[-1]
+        narrow = size <= MOST_FLASH_SIZE and value_size <= size and q_THD.dtype in (torch.bfloat16, torch.float16)
+        if q_THD.is_cuda and rules.flash and narrow:  # whose kernels know one size of head
+            padded = v_TKD if value_size == size else torch.nn.functional.pad(v_TKD, (0, size - value_size))
+            return self._flash(q_THD, k_TKD, padded, rules)[..., :value_size]
         if len(self.runs) == 1:
             return self._rows(0, q_THD, k_TKD, v_TKD, rules)
         own = [length * count for _, length, count in self.runs]

@@ -357,6 +357,8 @@ def _joined(store: WeightStore, make: Callable[..., Linears], owner: nn.Module, 
         codes = [linear for linear in linears if isinstance(linear, QuantisedLinear)]
         if len(codes) == len(linears):
             return QuantisedLinears(store, codes, None if biases[0] is None else biases, adapters)
+        if codes:
+            raise Unfusable(f"only some of {', '.join(names)} are stored in codes")
         return make(store, [l.weight for l in linears], None if biases[0] is None else biases, adapters)
     raise Unfusable(f"{type(owner).__name__} has no linear layers {' or '.join(', '.join(c) for c in choices)}")
 

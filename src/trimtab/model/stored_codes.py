@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from trimtab.base.errors import ModelError
 from trimtab.model.codes import Kind, QuantisedLinear, put, quantised_names
+from trimtab.model.context import HYBRIDS
 from trimtab.model.sizes import FOUR_BIT_BLOCK, FP8_BLOCK
 
 FP8_SCALE = "_scale_inv"
@@ -40,7 +41,9 @@ def kind_stored(settings: Any) -> Kind | None:
 
 
 def holds_plain_layers(config: Any) -> bool:
-    """The model is a language model alone, and its layers are plain linear ones: no experts, no latent attention."""
+    """The model is a language model alone, and its layers are plain linear ones: no experts, no latent attention, no state."""
+    if config.model_type in HYBRIDS:
+        return False
     stacks = ("num_local_experts", "num_experts", "n_routed_experts", "kv_lora_rank")
     return getattr(config, "text_config", None) is None and not any(getattr(config, name, None) for name in stacks)
 

@@ -52,6 +52,11 @@ def _largest(shape: ModelShape) -> int:
     return max(inputs * outputs for block in shape.kinds for inputs, outputs in shape.linears(block).values())
 
 
+def has_other_layers(shape: ModelShape) -> bool:
+    """Experts, latent attention or layers that carry a state: their weights are never kept in codes."""
+    return shape.has_experts or _latent(shape) or shape.state_bytes(2) > 0
+
+
 def refuse_base(base: str, shape: ModelShape) -> None:
     """Refuse weights in codes for layers that are not plain linear ones."""
     if base not in ("fp8", "4bit"):

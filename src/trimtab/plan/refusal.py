@@ -83,9 +83,6 @@ def refuse_what_engines_cannot(run: Run, job: Job, machine: Machine) -> None:
     if job.generates and run.cut > 1:
         _refuse_cut(run, job)
         refuse_uneven_cut(run, job.shape)
-    if job.generates and job.kv_stored == "fp8" and any(block.latent for block in job.shape.kinds):
-        what = "is fp8, but layers with latent attention store latents, which the engine keeps in no codes"
-        raise ConfigError([Problem("model.kv_dtype", what, "Write auto.")])
     if not (job.generates and run.external):
         return
     if run.engine == "vllm" and job.rank > VLLM_RANKS[-1]:

@@ -128,11 +128,11 @@ def stored_codes(path: str) -> str:
     return "fp8" if settings.get("quant_method") == "fp8" else "plain"
 
 
-def widened_from(config: AnyConfig, experts: bool) -> str | None:
+def widened_from(config: AnyConfig, other: bool) -> str | None:
     """How the weights are stored, in words, where they are dequantised on loading and not kept in their codes under adapters.
-    `experts`: the model has some, whose weights are never kept so."""
+    `other`: the model's layers are not plain linear ones (`has_other_layers`), and never kept so."""
     model = config.model
-    codes = "plain" if experts else stored_codes(model.path)
+    codes = "plain" if other else stored_codes(model.path)
     if codes != "plain" and model.lora is not None and model.base in ("auto", codes):
         return None
     return "4 bits (bitsandbytes)" if codes == "4bit" else stored_as(model.path)

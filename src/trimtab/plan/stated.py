@@ -10,7 +10,7 @@ from trimtab.config.contradiction import REWARD_MODEL
 from trimtab.config.load import AnyConfig
 from trimtab.config.resolved import ResolvedConfig
 from trimtab.model.sizes import FUSED_FAMILIES
-from trimtab.plan.quantised import refuse_kv
+from trimtab.plan.quantised import has_other_layers, refuse_kv
 from trimtab.plan.shape import ModelShape
 from trimtab.plan.source import ITEMSIZE, stated_adapters, stated_dtype, stored_codes, widened_from
 from trimtab.plan.work import Models
@@ -24,7 +24,8 @@ def models_of(
 ) -> Models:
     """All models, on a CPU or on a device that has kernels for a tiled head. `shape`: the policy's."""
     dtype = stated_dtype(config, cpu)
-    codes = "plain" if shape.has_experts else stored_codes(config.model.path)
+    other = has_other_layers(shape)
+    codes = "plain" if other else stored_codes(config.model.path)
     if codes == "4bit" and config.model.lora is None and config.model.base == "auto":
         what = f"the weights of {config.model.path} are in 4 bits, and cannot be trained as they are"
         raise ConfigError([Problem("model.base", what, "Write model.lora: {r: 16}, or model.base: bf16.")])
@@ -36,7 +37,7 @@ def models_of(
         adapters=stated_adapters(config, shape),
         fused=native and shape.kind in FUSED_FAMILIES and config.run.kernels in ("auto", "native"),
         tiled_head=native and tiled_head and shape.hidden % 8 == 0,
-        stored=widened_from(config, shape.has_experts),
+        stored=widened_from(config, other),
         critic=critic_of(config, shape, shape_of),
         reward_models=reward_models_of(config, shape_of),
         codes=codes,

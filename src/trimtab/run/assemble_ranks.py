@@ -25,6 +25,7 @@ from trimtab.cluster.updater import RankedUpdater
 from trimtab.config.resolved import ResolvedConfig, with_offline_plan, with_plan
 from trimtab.config.row_ranks import row_ranks
 from trimtab.config.run import Run
+from trimtab.model.load import resolve_dtype
 from trimtab.observe.rank_meter import RankMeter
 from trimtab.observe.recoveries import Recoveries
 from trimtab.observe.stall_watch import STALL_STEPS
@@ -90,7 +91,20 @@ def plan_ranks(ready: CheckedRun, hosts: RayHosts | None = None, asked: Run | No
         return job_of(config, models, ready.lengths)
 
     run = asked or config.run
-    return plan_over(run, ready.device, job) if hosts is None else _plan_over_hosts(run, hosts, job)
+    if hosts is not None:
+        return _plan_over_hosts(run, hosts, job)
+    if resolve_dtype(config.model, ready.device) == torch.float16:
+        run = on_one_device(run)
+    return plan_over(run, ready.device, job)
+
+
+def on_one_device(run: Run) -> Run:
+    """A run in float16, whose loss scale is not shared yet; raises where it asks for several devices."""
+    if run.devices in ("auto", 1) and run.placement in ("auto", "colocated"):
+        return run.with_values({"devices": 1})
+    asked = "run.devices" if run.placement in ("auto", "colocated") else "run.placement"
+    what = f"float16 is trained on one device, and {asked} asks for several: its loss scale is not shared yet"
+    raise ConfigError([Problem("model.dtype", what, "Write run.devices: 1, or model.dtype: float32.")])
 
 
 def _plan_over_hosts(run: Run, hosts: RayHosts, job: Callable[[Machine], Job]) -> RankPlan:

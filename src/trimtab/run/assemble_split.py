@@ -15,6 +15,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from trimtab.base.errors import ConfigError, Problem
 from trimtab.cluster.fleet import Fleet
 from trimtab.cluster.mesh import LOCALHOST, open_store
@@ -29,6 +31,7 @@ from trimtab.config.ranks import nearest_divisor
 from trimtab.config.resolved import ResolvedConfig, with_plan
 from trimtab.config.row_ranks import of_roles
 from trimtab.config.run import Run
+from trimtab.model.load import resolve_dtype
 from trimtab.observe.rank_meter import RankMeter
 from trimtab.observe.recoveries import Recoveries
 from trimtab.plan.job import Machine
@@ -42,6 +45,7 @@ from trimtab.rollout.seat import EngineMeeting
 from trimtab.run.assemble import BuiltRun
 from trimtab.run.assemble_ranks import (
     RankPlan,
+    on_one_device,
     open_ranks,
     ranked_trainer,
     refuse_engines_of_several_actors,
@@ -107,6 +111,8 @@ def plan_split(ready: CheckedRun, sizes: Mapping[tuple[str, ...], int], hosts: R
         fix = f"Write {nearest_divisor(parts, samplers)}, or another run.placement."
         raise ConfigError([Problem("run.rollout.tensor_parallel", what, fix)])
     refuse_engines_of_several_actors(run, hosts)
+    if hosts is None and resolve_dtype(config.model, ready.device) == torch.float16:
+        on_one_device(config.run)
     machine, notes, names = _devices(run, ready, count, hosts)
     shape = shape_of(config.model.path, config.model.trust_remote_code)
     models = stated_models(config, shape, machine.cpu, machine.device.tiled_head)
@@ -116,6 +122,8 @@ def plan_split(ready: CheckedRun, sizes: Mapping[tuple[str, ...], int], hosts: R
         pinned: dict[str, object] = {"devices": count, "placement": "auto"}
         if "actor" not in roles or count == 1:
             pinned |= {"shard": "auto", "shard_devices": "auto"}
+        if count == 1:
+            pinned |= {"prefetch": "auto"}
         if "actor" not in roles:
             pinned |= {"sequence_parallel": of_roles(run, roles)}
         if "rollout" not in roles:

@@ -156,7 +156,7 @@ class Rank(RolloutOrders, ProfileOrders):
         self._mesh = Mesh(meeting, shards, {size for size in self._sharing.values() if size > 1})
         self._collective = COLLECTIVE.get(plan.run.shard, frozenset())
         if max(self._sharing.values()) > 1:
-            self._collective |= {"accumulate", "score", "time_update"}
+            self._collective |= {"accumulate", "score", "time_update", "count_choices"}
         self._build(setup, device)
 
     def _folder_of(self, setup: RankSetup) -> Path:
@@ -386,7 +386,7 @@ class Rank(RolloutOrders, ProfileOrders):
             self._written = write_part(folder, part)
 
         self._behind.start(write)
-        if not self._is_copy and self._policy.device.type == "cuda":
+        if not self._is_copy and self._device.type == "cuda":
             self._behind.wait()
 
     def is_written(self) -> bool:
@@ -414,7 +414,7 @@ class Rank(RolloutOrders, ProfileOrders):
             self._trainer.export(folder, scores, whole)
 
     def free(self) -> None:
-        free(self._policy.device)
+        free(self._device)
 
     def begin_phase(self, name: str) -> None:
         self._meter.begin(name)

@@ -12,7 +12,7 @@ from trimtab.cluster.serve import Link, serve
 from trimtab.cluster.transfer import ChannelSetup, Transferred
 from trimtab.record.folder import ENGINE_LOGS
 from trimtab.rollout.native.cut import CutEngine
-from trimtab.run.build import load_policy, own_modes, use_planned_kernels
+from trimtab.run.build import load_policy, own_modes, use_planned_kernels, with_known_dtype
 from trimtab.run.generating_rank import GeneratingRank, GeneratingSetup
 from trimtab.run.machine import load_within
 from trimtab.run.models import keep_routes
@@ -34,8 +34,8 @@ class SamplerRank(GeneratingRank):
         super().__init__(setup, link)
         run, model, learn, device = setup.config.run, setup.config.model, setup.config.learn, self._device
         joint = setup.plan.joint_ranks
-        if joint:  # of the device only the slices take memory
-            device = torch.device("cpu")
+        if joint:  # of the device only the slices take memory; their type is the device's
+            model, device = with_known_dtype(model, device), torch.device("cpu")
         policy = load_within(run, device, load_policy, model, learn.seed, device, run.kernels, setup.checkpoint)
         keep_routes(policy, setup.config)
         if not joint:

@@ -15,6 +15,7 @@ from trimtab.config.resolved import ResolvedConfig
 from trimtab.config.schema import Model
 from trimtab.model.context import HYBRIDS, config_of_layer, context_of
 from trimtab.plan.job import Machine
+from trimtab.plan.quantised import has_other_layers
 from trimtab.plan.reading import refuse_reading
 from trimtab.plan.shape import Block, ModelShape, read_shape
 from trimtab.plan.source import described_shape, is_quantised, widened_from
@@ -36,7 +37,7 @@ def loaded_models(config: AnyConfig, policy: Policy) -> Models:
         adapters=sum(p.numel() for p in policy.parameters()) if config.model.lora else 0,
         fused=policy.fused,
         tiled_head=policy.tiled_head,
-        stored=widened_from(config, shape.has_experts),
+        stored=widened_from(config, has_other_layers(shape)),
         critic=critic_of(config, shape, shape_of),
         reward_models=reward_models_of(config, shape_of),
         codes=codes_of(policy.model),

@@ -41,7 +41,7 @@ def add_value_head(policy: Policy) -> torch.nn.Linear:
 
 def open_critic(policy: Policy, learn: ResolvedLearn, **settings: Any) -> Updater:
     """The updater of a value model, with a new head."""
-    return Updater(policy, Values(add_value_head(policy), learn.critic.clip), learn, **settings)
+    return Updater(policy, Values(add_value_head(policy), learn.critic.clip), learn, follows_routes=False, **settings)
 
 
 def critic_files(critic: Updater) -> dict[str, Mapping[str, torch.Tensor] | Stateful]:

@@ -19,10 +19,11 @@ from trimtab.update.stats import UpdateStats
 
 
 class MixtureLoss:
-    """`coefficient`: weight of the balancing loss."""
+    """`coefficient`: weight of the balancing loss. Without `follows`, neither that nor what the engine chose is of this model."""
 
-    def __init__(self, policy: Policy, coefficient: float) -> None:
-        self._policy, self._routers, self._coefficient = policy, policy.routers, coefficient
+    def __init__(self, policy: Policy, coefficient: float, follows: bool = True) -> None:
+        self._policy, self._routers, self._follows = policy, policy.routers, follows
+        self._coefficient = coefficient if follows else 0.0
 
     @property
     def balances(self) -> bool:
@@ -38,14 +39,15 @@ class MixtureLoss:
                 batch.run(self._policy)
         return counts.cpu()
 
-    def of(self, batch: MicroBatch, share: Share, filler: bool) -> Asked:
-        """What the passes of a micro-batch are asked for."""
+    def of(self, batch: MicroBatch, share: Share, filler: bool, loss_scale: float = 1.0) -> Asked:
+        """What the passes of a micro-batch are asked for. `loss_scale`: what its loss is multiplied by."""
         if not self._routers:
             return Asked()
         balance = None
         if self.balances:
             assert share.choices is not None, "choices are counted before anything is accumulated"
-            balance = Balance.of(share.choices, self._coefficient, self._routers.used, self._weights(batch, filler))
+            coefficient = self._coefficient * loss_scale
+            balance = Balance.of(share.choices, coefficient, self._routers.used, self._weights(batch, filler))
         return Asked(balance=balance, replay_TLK=self._replay(batch))
 
     def scored(self, batch: MicroBatch, policy: AnyPolicy) -> Asked:
@@ -60,7 +62,7 @@ class MixtureLoss:
         return batch.here(self._policy, weights, 0.0)
 
     def _replay(self, batch: MicroBatch) -> torch.Tensor | None:
-        routes = batch.routes()
+        routes = batch.routes() if self._follows else None
         return None if routes is None else to_device(batch.here(self._policy, routes, FREE), batch.tokens_T.device)
 
 

@@ -15,6 +15,9 @@ Scored = Literal["policy", "reference", "critic"]
 Trained = Literal["policy", "critic"]
 """Models that learn."""
 
+OF_EACH_RANK = ("routes_replayed", "routes_agreed")
+"""Sums that each rank has of its own tokens, also where ranks share micro-batches."""
+
 
 @dataclass(frozen=True)
 class PassSettings:
@@ -88,6 +91,8 @@ class UpdateStats:
         whole = cls(token_budget=max(stats.token_budget for stats in found), imbalance=imbalance)
         whole.sizes = [size for stats in found for size in stats.sizes]
         whole.largest = max(stats.largest for stats in found)
+        whole.loss_scale = min(stats.loss_scale for stats in found)
+        apart = {name: [stats.sums[name] for stats in found if name in stats.sums] for name in OF_EACH_RANK}
         found = found[::sharing]
         whole.row_ranks = found[0].row_ranks
         for stats in found:
@@ -97,6 +102,7 @@ class UpdateStats:
             whole.row_tokens += stats.row_tokens
             whole.microbatches += stats.microbatches
             whole.kl_ref_of += stats.kl_ref_of
+        whole.sums |= {name: torch.stack(parts).sum(0) for name, parts in apart.items() if parts}
         return whole
 
     def complete(self, outcome: Applied) -> UpdateStats:

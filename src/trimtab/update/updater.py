@@ -153,10 +153,12 @@ class Updater:
         peers: Peers = ALONE,
         reduce_early: bool = False,
         overlap: bool = False,
+        follows_routes: bool = True,
     ) -> None:
         """`learn`: the optimizer's settings. `metered` is entered around each `apply`, by whoever measures its memory. `peers`:
         other ranks, each of which accumulates a share of the step; with `reduce_early` gradients are summed over them in every
-        micro-batch. `overlap`: they are summed while a backward pass runs."""
+        micro-batch. `overlap`: they are summed while a backward pass runs. `follows_routes`: its experts are balanced, and chosen
+        as the engine chose them, where `learn` says so; a critic chooses its own."""
         if policy.dtype == torch.float16 and peers.ranks > 1:
             what = "float16 is trained on one device: its loss scale is not shared yet"
             raise ConfigError([Problem("model.dtype", what, "Write run.devices: 1, or model.dtype: float32.")])
@@ -171,7 +173,7 @@ class Updater:
         alongside = overlap and not reduce_early and peers.ranks > 1 and not isinstance(policy, ShardedPolicy)
         self._overlapped = OverlappedReduction(policy, self.optimizer) if alongside else None
         policy.offload_activations(offload_activations)
-        self._mixture = MixtureLoss(policy, float(getattr(learn, "router_aux_coef", 0.0)))
+        self._mixture = MixtureLoss(policy, float(getattr(learn, "router_aux_coef", 0.0)), follows_routes)
         self.checkpoint_activations: Recompute = False
         self.recompute(checkpoint_activations)
         self._metered = metered
@@ -285,7 +287,7 @@ class Updater:
             if self._early is not None:
                 self._early.begin_micro_batch()
             filler = number >= len(share.batches) - share.fillers
-            with self.policy.routers.during(self._mixture.of(batch, share, filler)) as asked:
+            with self.policy.routers.during(self._mixture.of(batch, share, filler, scale)) as asked:
                 loss = self._loss(batch, kl_coef, UpdateStats() if filler else stats)
                 if self._overlapped is not None and number == len(share.batches) - 1:
                     self._overlapped.last_pass()

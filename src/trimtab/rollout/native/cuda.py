@@ -479,7 +479,7 @@ class CudaDecoder:
         decoded = torch.stack(found, 1).flatten(0, 1)
         first, second, theirs = (self.policy.head.logits(x).log_softmax(-1) for x in (filled, decoded, expected))
         gap = max(((ours - theirs).abs() * theirs.exp()).sum(-1).max().item() for ours in (first, second))
-        return gap <= TOLERANCE_NATS[self.policy.dtype]
+        return gap <= TOLERANCE_NATS[self.policy.dtype if self._stored == "auto" else torch.bfloat16]
 
     def _modules_run_without_the_host(self, rows: Rows, sampling: Sampling) -> bool:
         """Try a step in which the host may not wait for the device: one that does cannot be in a graph."""

@@ -268,7 +268,7 @@ class Scheduler:
         """Claim pages for `tokens`, using what is cached of all but the last; False (and no change) if too few are left."""
         cached, slot, mark = self.pool.recall(tokens[:-1]), -1, 0
         if self._snapshots is not None:
-            held, slot = self._snapshots.find(tokens, len(cached))
+            held, slot = self._snapshots.find(tokens, len(cached), takes_one=isinstance(owner, PromptGroup))
             mark = len(cached) * self.pool.page_tokens if held < len(cached) else 0
             self.pool.release(cached[held:])
             cached = cached[:held]

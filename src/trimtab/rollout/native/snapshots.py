@@ -60,11 +60,15 @@ class Snapshots:
         self._busy.add(slot)
         return slot
 
-    def find(self, tokens: Sequence[int], pages: int) -> tuple[int, int]:
-        """The longest prefix of at most so many whole pages that has a snapshot: its pages, and the slot. 0 and -1: none has."""
+    def find(self, tokens: Sequence[int], pages: int, takes_one: bool = False) -> tuple[int, int]:
+        """The longest prefix of at most so many whole pages that has a snapshot: its pages, and the slot. 0 and -1: none has.
+        `takes_one`: a slot is taken next, which may not be the one that was found; where it is the last one left, none is."""
         for count in range(pages, 0, -1) if self._kept else ():
             key = tuple(tokens[: count * self._page_tokens])
             if key in self._kept:
+                others = (slot for slot in self._kept.values() if slot not in self._busy and slot != self._kept[key])
+                if takes_one and not self._free and next(others, None) is None:
+                    return 0, -1
                 self._kept.move_to_end(key)
                 self._busy.add(self._kept[key])
                 return count, self._kept[key]
