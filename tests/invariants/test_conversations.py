@@ -85,7 +85,7 @@ def test_sampled_equals_trained_plus_dropped_and_only_own_tokens_are_trained_on(
     for row, trained in zip(metrics, learned, strict=True):
         dropped = {key: value for key, value in row.items() if key.startswith("run/dropped_")}
         assert row["run/samples"] == 16 == row["run/samples_trained"] + sum(dropped.values())
-        assert trained == row["run/samples_trained"]
+        assert trained + row["run/samples_without_gradient"] == row["run/samples_trained"]
         assert row["environment/failed"] == row.get("run/dropped_environment_failed", 0)
         assert row["reward/failed"] == 0
         assert row["rollout/logprob_gap"] < 1e-5

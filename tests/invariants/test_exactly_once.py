@@ -1,4 +1,5 @@
-"""Law 9: every completion that is sampled is trained on or dropped with a reason, and the counts add up each step."""
+"""Law 9: every completion that is sampled is trained on or dropped with a reason, and the counts add up each step. Of what is
+trained on, samples that add exactly 0 to the gradient are counted and not passed through the model."""
 
 from __future__ import annotations
 
@@ -68,21 +69,22 @@ def run(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **l
 def test_sampled_equals_trained_plus_dropped(model_folder, tmp_path, monkeypatch, learn: dict) -> None:
     metrics, sampled, trained = run(model_folder, tmp_path, monkeypatch, **learn)
     passes = learn.get("epochs_per_step", 1)
-    dropped_in_all = 0
+    dropped_in_all = idle_in_all = 0
     for row, drawn, used in zip(metrics, sampled, trained):
         dropped = sum(value for key, value in row.items() if key.startswith("run/dropped_"))
         assert row["run/samples"] == PROMPTS * SAMPLES == len(drawn)
         assert row["run/samples_trained"] + dropped == row["run/samples"]
-        assert len(used) == passes * row["run/samples_trained"]
+        idle = row.get("run/samples_without_gradient", 0)
+        assert len(used) + idle == passes * row["run/samples_trained"]
         once = sorted(used)[::passes]  # each sample is there exactly once an epoch
         assert sorted(once * passes) == sorted(used)
         remaining = [(prompt, tokens) for prompt, tokens, _ in drawn]
         for sample in once:
             remaining.remove(sample)
-        assert len(remaining) == dropped
+        assert len(remaining) == dropped + idle / passes
         assert row["reward/failed"] == row.get("run/dropped_reward_failed", 0)
         assert (row.get("run/dropped_truncated", 0) > 0) == ("mask_truncated" in learn)
-        dropped_in_all += dropped
+        dropped_in_all, idle_in_all = dropped_in_all + dropped, idle_in_all + idle
     assert dropped_in_all > 0, "the reward was meant to fail now and then"
 
 

@@ -400,7 +400,7 @@ def decoder_of(policy: Policy, forgotten: list[int]) -> cuda.CudaDecoder:
     """As much of a decoder as begins calls, without a device; it notes when it forgets its graphs."""
     decoder = cuda.CudaDecoder.__new__(cuda.CudaDecoder)
     decoder.policy, decoder._shapes = policy, layer_shapes(policy)
-    decoder._rows, decoder._copies, decoder._merge_undecided = None, None, False
+    decoder._rows, decoder._copies, decoder._together, decoder._merge_undecided = None, None, None, False
     decoder.arena = Arena(256, torch.device("cpu"))
     decoder._body, decoder.description = decoder._fuse()
     decoder._watch = Watch(policy.model)

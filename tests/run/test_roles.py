@@ -50,6 +50,9 @@ class Elsewhere:
     def apply(self, lr: float, model: Trained = "policy") -> Applied:
         return sent(self.trainer.apply(lr, model))
 
+    def place_of(self, model: Scored) -> int:
+        return sent(self.trainer.place_of(model))
+
     @property
     def begun(self) -> int:
         return self.trainer.begun

@@ -118,6 +118,7 @@ def test_law_1_holds_in_float16(settings: dict[str, Any]) -> None:
 
 def test_a_gpu_without_bfloat16_is_told_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla T4")
     assert load.resolve_dtype(Model(path="x"), device) == torch.float16

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file, logging
@@ -96,7 +97,9 @@ def resolve_dtype(model: Model, device: torch.device) -> torch.dtype:
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """A GPU has units that compute in bfloat16."""
+    """A GPU has units that compute in bfloat16. One that is not here is taken to: a run may be exported elsewhere."""
+    if not torch.cuda.is_available():
+        return True
     return torch.cuda.get_device_capability(device)[0] >= 8
 
 
@@ -392,8 +395,11 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
 
 def is_part(model: Model) -> bool:
     """What is trained is the text part of a model that also sees, and is saved as such."""
-    if not Path(model.path).expanduser().exists() and is_local(model.path):
-        return False  # it has been moved since
+    if not Path(model.path).expanduser().exists():
+        if is_local(model.path):
+            return False  # it has been moved since
+        if not isinstance(try_to_load_from_cache(model.path, "config.json"), str):
+            return False  # and a run would have left it there
     _, scheme, wrapped = _read_config(model)
     return wrapped and scheme is None
 

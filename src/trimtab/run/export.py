@@ -119,8 +119,9 @@ def _writing_aside(target: Path, to: Path) -> Iterator[Path]:
 
 def _write(config: Config | SftConfig, source: Path, aside: Path, dtype: str) -> None:
     model = config.model
-    trained_in = str(resolve_dtype(model, torch.device(config.run.device))).removeprefix("torch.")
-    wanted = trained_in if dtype == "same" else dtype
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(here if config.run.device == "auto" else config.run.device)
+    wanted = str(resolve_dtype(model, device)).removeprefix("torch.") if dtype == "same" else dtype
     if model.lora is not None:
         settings = model.with_values({"dtype": wanted})
         base = load_model(settings, torch.device("cpu"))
