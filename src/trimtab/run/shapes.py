@@ -75,17 +75,18 @@ def shape_of(path: str, trust_remote_code: bool = False) -> ModelShape:
     refuse_other_layers(model)
     read = load_config(model)
     with building(model, read):
-        return measured_shape(read)
+        return measured_shape(read, trust_remote_code)
 
 
-def measured_shape(config: Any) -> ModelShape:
+def measured_shape(config: Any, trust_remote_code: bool = False) -> ModelShape:
     """The shape that a transformers config of any architecture describes, read off a model built without memory."""
     import torch
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         # In bfloat16, for which the products of experts are defined without values, too.
-        return shape_of_model(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+        made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
+        return shape_of_model(made)
 
 
 def shape_of_model(model: Any) -> ModelShape:
