@@ -93,8 +93,8 @@ def test_shares_of_a_micro_batch_would_break_that(monkeypatch: pytest.MonkeyPatc
     """The comparison above can fail: counted for each micro-batch, the gradient depends on the cut."""
     batch, known, right = samples(), policy(), MixtureLoss.of
 
-    def wrong(self, micro, share, filler):
-        asked = right(self, micro, share, filler)
+    def wrong(self, micro, share, filler, loss_scale=1.0):
+        asked = right(self, micro, share, filler, loss_scale)
         counts = self.count([(micro, filler)])
         weights = asked.balance.weights_T
         return Asked(balance=Balance.of(counts, COEFFICIENT / len(share.batches), self._routers.used, weights))
