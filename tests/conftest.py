@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,8 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background, where nothing could be stopped
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # No test depends on time or luck; `HYPOTHESIS_PROFILE=search make test` looks at cases that nobody has seen.
 # Without "explain": it traces every line, and Python 3.11 hangs where a timeout's signal comes while it does.
 PHASES = [phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.explain]
