@@ -151,8 +151,8 @@ division of devices are not published, and rows on GB200, which is not in the li
   processes.
 - verl's step gained nothing from 64 to 128 devices; the plan predicts a gain. Its rollout is bound by the longest completion, as
   theirs is, but its update goes on to scale.
-- Off: for Qwen3-30B-A3B the plan takes colocated for a little faster than halves one step off; published, the halves win. What
-  dispatching tokens to experts costs is not counted, in rollout or in update.
+- Off: for Qwen3-30B-A3B the plan takes colocated for faster than halves one step off; published, the halves win. What laying out
+  tokens for their experts costs is counted from bytes and tiles, and was not measured.
 - Off: the trainer with one sequence of 16,384 tokens a device. The plan hides more of the gathering of layers behind so short a
   pass than a real one does (`HIDDEN_SHARE` in `plan/communication.py` is an estimate).
 

@@ -81,6 +81,14 @@ def test_dry_run_checks_prints_and_makes_nothing(trimtab: Trimtab, here: Path) -
     assert 'prompt: "0+0="' in outcome.out and 'stops at: "<eos>" (2)' in outcome.out
 
 
+def test_a_dry_run_plans_every_set_of_devices(trimtab: Trimtab) -> None:
+    """What is said of gathered layers is for the set that has them in parts, not for the one device beside it."""
+    placed = ["run.placement={actor: 2, rollout: 1}", "run.shard=full", "run.prefetch=2"]
+    outcome = trimtab("train", "--dry-run", "--json", *placed)
+    assert outcome.code == 0, outcome.err
+    assert outcome.json["plan"]["devices"] == 3
+
+
 @pytest.mark.parametrize(
     ("devices", "parts", "words"),
     [

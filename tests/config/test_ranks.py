@@ -31,7 +31,7 @@ BASE: dict[str, Any] = {
         ({"devices": 6, "rollout": {"tensor_parallel": 4}}, "6 devices cannot be divided into engines of 4"),
         ({"devices": 4, "sequence_parallel": 3}, "does not divide the 4 devices into equal sets"),
         ({"devices": 4, "sequence_parallel": 3}, "Write 2, or run.devices: 3"),
-        ({"devices": 1, "sequence_parallel": 2}, "nobody to share micro-batches with"),
+        ({"devices": 1, "sequence_parallel": 2}, "one device has every micro-batch whole"),
         ({"devices": 4, "sequence_parallel": {"critic": 2}}, "names critic, but this run has no critic"),
         ({"devices": 4, "sequence_parallel": {"reference": 2}}, "this run has no reference"),
         ({"devices": 4, "sequence_parallel": 2, "token_budget": 100}, "each device has 257 of it"),

@@ -117,7 +117,7 @@ def test_a_run_whose_engine_is_killed_learns_the_same_from_everything_once(
         ({"engine": "vllm", "rollout": {"python": "/nowhere/python"}}, "there is no interpreter '/nowhere/python'"),
         ({"engine": "vllm", "rollout": {"python": "/bin/true"}}, "does not run Python"),
         ({"rollout": {"eager": True}}, "has no effect on the native engine"),
-        ({"engine": "native", "rollout": {"tensor_parallel": 2}}, "a native engine is cut over ranks"),
+        ({"engine": "native", "rollout": {"tensor_parallel": 2}}, "a native engine is cut over the run's own devices"),
         ({"engine": "native", "devices": 1, "rollout": {"tensor_parallel": 2}}, "Write run.devices: 2 or a multiple"),
         ({"engine": "native", "devices": 4, "rollout": {"tensor_parallel": 3}}, "cannot be divided into engines of 3"),
         ({"rollout": {"tensor_parallel": 2, "python": "/nowhere/python"}}, "there is no interpreter '/nowhere/python'"),

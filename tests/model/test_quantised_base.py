@@ -22,7 +22,9 @@ from trimtab.model.adapters import add_adapters, merged_state
 from trimtab.model.codes import QuantisedLinear, parameter_elements, quantise_layers, quantised_names
 from trimtab.model.load import load_model, save_model
 from trimtab.model.packed import PackedPlan
+from trimtab.model.parts import Unfusable, read_parts
 from trimtab.model.policy import Policy
+from trimtab.model.shapes import layer_shapes
 from trimtab.plan.quantised import weight_bytes
 from trimtab.plan.work import Lengths, Models, job_of
 from trimtab.run import loop
@@ -218,3 +220,13 @@ def test_a_forgotten_scale_is_seen(tmp_path: Path) -> None:
         if isinstance(module, QuantisedLinear):
             module.scale.data.fill_(1.0)
     assert (policy.probe() - before).abs().max() > 0.1
+
+
+def test_layers_of_which_only_some_are_in_codes_are_not_fused(tmp_path: Path) -> None:
+    """Checkpoints may leave single layers out. What is joined is all in codes, or all plain."""
+    model = in_codes(folder_of(tmp_path, "llama", hidden_size=256, intermediate_size=256), "fp8", "float32")
+    attention = next(module for module in model.modules() if hasattr(module, "q_proj"))
+    attention.q_proj.base_layer = torch.nn.Linear(256, attention.q_proj.base_layer.out_features, bias=False)
+    policy = Policy(model)
+    with pytest.raises(Unfusable, match=r"only some of q_proj, k_proj, v_proj are stored in codes"):
+        read_parts(policy, layer_shapes(policy))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,16 @@ from trimtab.base.errors import ModelError
 from trimtab.config.schema import Model
 from trimtab.model.codes import NF4, QuantisedLinear, codes_of, quantised
 from trimtab.model.load import load_config, load_model, save_model
+from trimtab.model.stored_codes import holds_plain_layers
 from trimtab.plan.source import stored_codes
 
 CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("kind", "plain"), [("llama", True), ("bamba", False), ("lfm2", False)])
+def test_layers_that_carry_a_state_are_not_kept_in_codes(kind: str, plain: bool) -> None:
+    """Their own kernels read the weights as they are."""
+    assert holds_plain_layers(SimpleNamespace(model_type=kind)) is plain
 
 
 def checkpoint(folder: Path, kind: str, nested: bool = False) -> dict[str, torch.Tensor]:

@@ -15,9 +15,11 @@ from trimtab.base.errors import ConfigError
 from trimtab.config.algorithms import resolve
 from trimtab.config.learn import Learn
 from trimtab.config.load import config_from_dict
+from trimtab.config.run import Run
 from trimtab.config.schema import Model
 from trimtab.model import load
 from trimtab.model.policy import Policy
+from trimtab.run.assemble_ranks import on_one_device
 from trimtab.update import loss_scale, updater
 from trimtab.update.objectives.policy_gradient import PolicyGradient
 from trimtab.update.updater import Updater
@@ -127,6 +129,14 @@ def test_a_gpu_without_bfloat16_is_told_what_to_write(monkeypatch: pytest.Monkey
     load.refuse_dtype(Model(path="x", dtype="float16"), device)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     assert load.resolve_dtype(Model(path="x"), device) == torch.bfloat16
+
+
+def test_a_plan_in_float16_is_for_one_device() -> None:
+    """Also where the type is the GPU's own choice, which a config alone does not say."""
+    assert on_one_device(Run()).devices == 1
+    for run in (Run(devices=2), Run(placement={"actor": 1, "rollout": 1})):
+        with pytest.raises(ConfigError, match=r"float16 is trained on one device"):
+            on_one_device(run)
 
 
 def test_several_devices_are_refused() -> None:

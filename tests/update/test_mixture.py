@@ -15,8 +15,11 @@ from trimtab.model.experts import expert_modules
 from trimtab.model.policy import Policy
 from trimtab.model.routing import Asked, Balance, routers_of
 from trimtab.update.batch import MicroBatch, Sample
+from trimtab.update.critic import open_critic
 from trimtab.update.mixture import MixtureLoss
 from trimtab.update.objectives.policy_gradient import PolicyGradient
+from trimtab.update.shares import Share
+from trimtab.update.stats import UpdateStats
 from trimtab.update.updater import Updater
 
 COEFFICIENT = 0.7
@@ -105,6 +108,29 @@ def test_shares_of_a_micro_batch_would_break_that(monkeypatch: pytest.MonkeyPatc
     )
     with pytest.raises(AssertionError):
         assert_same(one, two, 1e-4)
+
+
+def test_a_critic_has_experts_of_its_own_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key and the engine's routes are the policy's: the critic may be another model."""
+    learn = resolve(Learn(router_aux_coef=COEFFICIENT))
+    settings = {"token_budget": 100, "score_token_budget": 100, "logprob_chunk": 8, "checkpoint_activations": False}
+    critic = open_critic(policy(), learn, **settings)
+    assert not critic.balances and updater(policy(), 100, False).balances
+    batch = MicroBatch.build(samples(), torch.device("cpu"))
+    monkeypatch.setattr(MicroBatch, "routes", lambda self: torch.zeros((len(self.tokens_T), 3, 2), dtype=torch.int64))
+    asked = critic._mixture.of(batch, Share([], [], [], 0), False)
+    assert asked.replay_TLK is None and asked.balance is None
+    assert updater(policy(), 100, False, 0.0)._mixture.of(batch, Share([], [], [], 0), False).replay_TLK is not None
+
+
+def test_ranks_that_share_rows_add_up_what_each_counts_of_its_own_tokens() -> None:
+    found = [
+        UpdateStats(sums={"loss": torch.tensor(1.0), "routes_agreed": torch.tensor(n)}, tokens=5) for n in (1, 2, 3, 4)
+    ]
+    found[2].loss_scale = 0.5
+    whole = UpdateStats.of_ranks(found, 1.0, sharing=2)
+    assert (float(whole.sums["loss"]), float(whole.sums["routes_agreed"])) == (2.0, 10.0)
+    assert (whole.tokens, whole.loss_scale) == (10, 0.5)
 
 
 def test_without_the_key_nothing_is_counted() -> None:

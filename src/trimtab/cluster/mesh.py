@@ -211,7 +211,7 @@ class Mesh:
     ) -> None:
         """A collective of the ranks that run the same rows as this one."""
         if size not in self._sequence:
-            raise RuntimeError("ranks have parted")
+            raise RuntimeError("the group of ranks was left: it cannot be used any more")
         self._timed(moved, lambda: collective(self._sequence[size]))
 
     def take(self) -> tuple[float, int]:

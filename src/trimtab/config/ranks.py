@@ -81,7 +81,7 @@ def _shared_rows(config: Config | SftConfig | RewardModelConfig, learn: Learn | 
                 yield clash(keys, f"names {role}, but this run has no {role}", f"Leave {role} out")
     for ranks in sorted(set(row_ranks(run).values()) - {1}):
         if run.devices == 1:
-            what = f"is {ranks}, but run.devices is 1: there is nobody to share micro-batches with"
+            what = f"is {ranks}, but run.devices is 1: one device has every micro-batch whole"
             fix = f"Write run.devices: {ranks}, or leave it out"
             yield clash("run.sequence_parallel run.devices", what, fix)
         elif run.devices != "auto" and run.devices % ranks:
@@ -102,7 +102,7 @@ def cut_engine(run: Run) -> Iterator[Contradiction]:
     elif not run.external and run.devices == 1:
         yield clash(
             "run.rollout.tensor_parallel run.devices",
-            f"is {devices}, but run.devices is 1: the native engine is cut over ranks",
+            f"is {devices}, but run.devices is 1: the native engine is cut over the run's own devices",
             f"Write run.devices: {devices} or a multiple, or run.engine: vllm",
         )
     elif run.external and run.rollout.processes not in ("auto", 1):

@@ -59,7 +59,7 @@ def refuse_cut_over_missing(run: Run, most: int) -> None:
     """Raises where a native engine is cut over more devices than there are: each has a rank."""
     if not run.external and run.cut > most:
         have = "1 device" if most == 1 else f"{most} devices"
-        what = f"is {run.cut}, but the run has {have}, and a native engine is cut over ranks"
+        what = f"is {run.cut}, but the run has {have}, and a native engine is cut over the run's own devices"
         fix = f"Write run.devices: {run.cut}, or tensor_parallel: {most}."
         raise ConfigError([Problem("run.rollout.tensor_parallel", what, fix)])
 
